@@ -1,0 +1,396 @@
+"""Switch the patches on and off, and say what became of them: ties the engine, the settings and the patches together."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from types import ModuleType
+
+from fusepatch import settings
+from fusepatch.engine import contract, hooks, install, ledger, versions
+from fusepatch.engine.patch import Outcome, Patch, PatchRecord, Reason, Site, SiteRecord
+from fusepatch.errors import SettingError, StrictError, UnknownPatchError
+from fusepatch.patches import PATCHES
+
+SWITCH = "FUSEPATCH"
+
+_active = False
+_disabled: frozenset[str] = frozenset()
+_taken_out: frozenset[str] = frozenset()
+_switch_before: str | None = None
+
+
+def activate() -> None:
+    """Apply every patch: to what is loaded now, and to what will be imported later. Calling it again changes nothing,
+    except that what was taken out by its id comes back, and a module imported anew since is patched too.
+
+    Exports `FUSEPATCH=1`, so that child processes are switched on.
+
+    Raises:
+        SettingError: a `FUSEPATCH_*` value cannot be read. Nothing has been applied then.
+    """
+    global _active, _disabled, _taken_out, _switch_before
+    with install.lock:
+        if not _active:
+            read = settings.read(os.environ)
+            _disabled = _ids_to_disable(read)
+            settings.use(read)
+            ledger.reset(read.strict, summary)
+            _warn_of_unknown(read)
+            _switch_before = os.environ.get(SWITCH)
+            os.environ[SWITCH] = "1"
+            _active = True
+        _taken_out = frozenset()
+    for patch, site in _sites():
+        if patch.id not in _disabled:
+            _watch(patch, site)
+
+
+def deactivate(id: str | None = None) -> None:
+    """Take one patch out, or all of them; the last restores the environment for child processes.
+
+    A target that someone else has replaced since is left as it is; its site's record says so.
+
+    Raises:
+        UnknownPatchError: no patch has this id.
+    """
+    global _active, _taken_out
+    wanted = {patch.id for patch in PATCHES} if id is None else {_patch(id).id}
+    with install.lock:
+        if not _active:
+            return
+        for patch, site in _sites():
+            if patch.id in wanted and patch.id not in _disabled:
+                _remove(patch, site)
+        _taken_out |= wanted
+        if id is None:
+            _active = False
+            if _switch_before is None:
+                os.environ.pop(SWITCH, None)
+            else:
+                os.environ[SWITCH] = _switch_before
+
+
+def status() -> tuple[PatchRecord, ...]:
+    """What became of every patch in this process; imports nothing."""
+    return tuple(_patch_record(patch) for patch in PATCHES)
+
+
+def is_applied(id: str) -> bool:
+    """Whether every site of the patch whose library is there is applied.
+
+    Raises:
+        UnknownPatchError: no patch has this id.
+    """
+    return _patch_record(_patch(id)).outcome is Outcome.APPLIED
+
+
+def explain(id: str) -> str:
+    """A page of text about one patch: why it is there, what it changes, how to switch it, what became of it here.
+
+    Raises:
+        UnknownPatchError: no patch has this id.
+    """
+    patch = _patch(id)
+    record = _patch_record(patch)
+    lines = [f"{patch.id}: {patch.promise}", "", f"Why: {patch.why}", "", "What it changes:"]
+    lines += [f"  - {change}" for change in patch.changes]
+    lines += ["", "Known limits:", *(f"  - {limit}" for limit in patch.limits)]
+    lines += ["", "Variables:", *(f"  {line}" for line in _variables(patch))]
+    lines += ["", f"Upstream: {', '.join(patch.upstream)}", f"Fixed in: {patch.fixed_in}"]
+    lines += [
+        f"Can be removed when: {patch.remove_when}",
+        "",
+        f"In this process: {record.outcome.value}: {record.reason}",
+    ]
+    for site in record.sites:
+        lines.append(f"  {site.module}: {describe_site(site)}")
+    lines += [f"  replaced {note.count}x: {note.text}" for note in record.replaced]
+    lines += [f"  not done {note.count}x: {note.text}" for note in record.fallbacks]
+    return "\n".join(lines)
+
+
+def summary() -> str:
+    """One line: what is applied, what is not, where to look."""
+    records = status()
+    applied = [record.id for record in records if record.outcome is Outcome.APPLIED]
+    others = [f"{record.id} {record.outcome.value}" for record in records if record.outcome is not Outcome.APPLIED]
+    parts = [f"applied {', '.join(applied)}" if applied else "nothing applied"]
+    if others:
+        parts.append(f"not applied: {', '.join(others)}")
+    return f"{'; '.join(parts)}. `python -m fusepatch status` and `fusepatch.status()` say why."
+
+
+def describe_site(site: SiteRecord) -> str:
+    """Outcome, flags and reason of a site in one sentence."""
+    flags = f" ({', '.join(site.flags)})" if site.flags else ""
+    return f"{site.outcome.value}{flags}: {site.reason}"
+
+
+def _sites() -> Iterator[tuple[Patch, Site]]:
+    for patch in PATCHES:
+        for site in patch.sites:
+            yield patch, site
+
+
+def _patch(id: str) -> Patch:
+    for patch in PATCHES:
+        if patch.id == id:
+            return patch
+    raise UnknownPatchError(f"there is no patch {id!r}; there are {', '.join(patch.id for patch in PATCHES)}")
+
+
+def _ids_to_disable(read: settings.Settings) -> frozenset[str]:
+    known = [patch.id for patch in PATCHES]
+    if "all" in read.disable:
+        return frozenset(known)
+    unknown = [name for name in read.disable if name not in known]
+    if unknown:
+        raise SettingError(
+            f"FUSEPATCH_DISABLE names {', '.join(map(repr, unknown))}, which is no patch: accepted are {', '.join(known)} "
+            f"and all. Nothing was patched; correct the value or unset the variable."
+        )
+    return frozenset(read.disable)
+
+
+def _warn_of_unknown(read: settings.Settings) -> None:
+    for name in read.unknown:
+        nearest = settings.nearest(name)
+        hint = f"the nearest known one is {nearest}" if nearest else "`python -m fusepatch env` lists the known ones"
+        ledger.warn_once(f"the variable {name} is set but means nothing to fusepatch, so it changes nothing; {hint}")
+
+
+def _watch(patch: Patch, site: Site) -> None:
+    def imported(module: ModuleType, late: bool) -> None:
+        with install.lock:
+            wanted = _active and patch.id not in _disabled | _taken_out
+            if wanted and not install.installed_in(patch.id, site, module):
+                ledger.record(_install(patch, site, module, late))
+
+    def failed(name: str, trace: str) -> None:
+        ledger.record(_failure(patch, site, trace))
+
+    hooks.watch(site.module, imported, failed)
+
+
+def _install(patch: Patch, site: Site, module: ModuleType, late: bool) -> SiteRecord:
+    found = versions.find(site.upstream)
+    version = found.version if found is not None else None
+    gate = versions.gate(site, version)
+    if not gate.supported:
+        return _gated(patch, site, version, found)
+    try:
+        applied = install.install(patch.id, site, module, late)
+    except install.TargetAbsentError as problem:
+        return _absent(patch, site, version, module, str(problem))
+    except install.ContractBrokenError as problem:
+        return _answered(_drifted(patch, site, version, found, str(problem), problem.wanted), site, module)
+    except Exception:
+        return _answered(_failure(patch, site, traceback.format_exc(), version), site, module)
+    flags = [] if gate.tested else ["untested"]
+    if late:
+        flags.append("late")
+    reason = f"{found or site.upstream.import_name}"
+    if not gate.tested:
+        reason += f"; tested with {site.tested}, the shape of the target is the known one"
+    if applied.rebound:
+        reason += f"; rebound where it had been taken before: {', '.join(applied.rebound)}"
+    if applied.left:
+        reason += f"; still the old one where it had been taken before: {', '.join(applied.left)}"
+    return SiteRecord(
+        patch=patch.id,
+        upstream=site.upstream.import_name,
+        module=site.module,
+        outcome=Outcome.APPLIED,
+        reason=Reason(reason),
+        version=version,
+        flags=tuple(flags),
+        holders=(*applied.rebound, *applied.left),
+        slots=applied.slots,
+    )
+
+
+def _answered(record: SiteRecord, site: Site, module: ModuleType) -> SiteRecord:
+    """Under STRICT, make the first use of a target that could not be patched raise."""
+    if ledger.strict():
+        error = StrictError(f"{record.patch}: {describe_site(record)} (an error because FUSEPATCH_STRICT=1)")
+        install.raise_when_used(record.patch, site, module, error)
+    return record
+
+
+def _remove(patch: Patch, site: Site) -> None:
+    record = ledger.site(patch.id, site.module)
+    left = install.uninstall(patch.id, site)
+    if record is None or record.outcome not in (Outcome.APPLIED, Outcome.DRIFTED):
+        return
+    reason = Reason("taken out again")
+    if left:
+        reason = Reason(
+            f"taken out again, but {', '.join(left)} had been replaced by someone else and stay as they are",
+            consequence="what replaced them may still call the wrapper, which does nothing by now",
+        )
+    ledger.record(_record(patch, site, Outcome.REMOVED, reason, record.version))
+
+
+def _patch_record(patch: Patch) -> PatchRecord:
+    sites = tuple(_site_record(patch, site) for site in patch.sites)
+    outcome, reason = _worst(sites)
+    return PatchRecord(
+        id=patch.id,
+        outcome=outcome,
+        reason=reason,
+        sites=sites,
+        calls=ledger.calls(patch.id),
+        replaced=ledger.replacements(patch.id),
+        fallbacks=ledger.fallbacks(patch.id),
+    )
+
+
+_SEVERITY = (
+    Outcome.FAILED,
+    Outcome.DRIFTED,
+    Outcome.SHADOWED,
+    Outcome.GATED,
+    Outcome.PENDING,
+    Outcome.REMOVED,
+    Outcome.DISABLED,
+    Outcome.APPLIED,
+    Outcome.ABSENT,
+)
+
+
+def _worst(sites: tuple[SiteRecord, ...]) -> tuple[Outcome, str]:
+    worst = min(sites, key=lambda site: _SEVERITY.index(site.outcome))
+    return worst.outcome, str(worst.reason)
+
+
+def _site_record(patch: Patch, site: Site) -> SiteRecord:
+    recorded = ledger.site(patch.id, site.module)
+    if recorded is not None and recorded.outcome is Outcome.APPLIED:
+        return _still(patch, site, recorded)
+    if recorded is not None:
+        return recorded
+    if not _active:
+        return _record(
+            patch, site, Outcome.DISABLED, Reason("fusepatch is not active", action="call fusepatch.activate()")
+        )
+    if patch.id in _disabled:
+        return _record(patch, site, Outcome.DISABLED, Reason("FUSEPATCH_DISABLE names it", action="unset it there"))
+    if patch.id in _taken_out:
+        return _record(patch, site, Outcome.DISABLED, Reason("deactivated", action="call fusepatch.activate()"))
+    return preview(patch, site)
+
+
+def _still(patch: Patch, site: Site, recorded: SiteRecord) -> SiteRecord:
+    shadowed = install.shadowed(patch.id, site)
+    if not shadowed:
+        return recorded
+    reason = Reason(
+        f"someone replaced {', '.join(shadowed)} after it was wrapped",
+        consequence="their replacement is left alone, and calls that do not pass through to ours are not patched",
+        action="import fusepatch after whatever replaced it",
+    )
+    return _record(patch, site, Outcome.SHADOWED, reason, recorded.version)
+
+
+def preview(patch: Patch, site: Site) -> SiteRecord:
+    """What would become of a site whose module is not imported yet, read from metadata and source; imports nothing."""
+    found = versions.find(site.upstream)
+    if found is None:
+        names = " or ".join(site.upstream.distributions)
+        return _record(patch, site, Outcome.ABSENT, Reason(f"{names} is not installed"))
+    gate = versions.gate(site, found.version)
+    if not gate.supported:
+        return _gated(patch, site, found.version, found)
+    problem = contract.broken_in_source(site)
+    if problem is not None and problem.endswith(site.module):
+        return _record(patch, site, Outcome.ABSENT, Reason(f"{found}: {problem}"), found.version)
+    if problem is not None:
+        return _drifted(patch, site, found.version, found, problem, ", ".join(map(contract.describe, site.slots)))
+    flags = () if gate.tested else ("untested",)
+    reason = Reason(f"{found}: will be applied when {site.module} is imported")
+    return _record(patch, site, Outcome.PENDING, reason, found.version, flags)
+
+
+def _gated(patch: Patch, site: Site, version: str | None, found: versions.Found | None) -> SiteRecord:
+    reason = Reason(
+        f"{found}",
+        wanted=f"{site.upstream.import_name} {site.supported}",
+        consequence="upstream is left as it is",
+        action="install a version in that range to have this patch",
+    )
+    return _record(patch, site, Outcome.GATED, reason, version)
+
+
+def _absent(patch: Patch, site: Site, version: str | None, module: ModuleType, problem: str) -> SiteRecord:
+    if hooks.is_being_imported(module):
+        reason = Reason(
+            f"{problem} yet, for it was still being imported when fusepatch was activated",
+            consequence="it is not patched",
+            action="call fusepatch.activate() once more when it has been imported",
+        )
+    else:
+        reason = Reason(f"{problem}", consequence="there is nothing to patch in this version")
+    return _record(patch, site, Outcome.ABSENT, reason, version)
+
+
+def _drifted(
+    patch: Patch, site: Site, version: str | None, found: versions.Found | None, problem: str, wanted: str
+) -> SiteRecord:
+    reason = Reason(
+        f"{found}: {problem}",
+        wanted=wanted,
+        consequence="upstream is left as it is",
+        action=f"use a tested version ({site.tested}) or a newer fusepatch",
+    )
+    return _record(patch, site, Outcome.DRIFTED, reason, version)
+
+
+def _failure(patch: Patch, site: Site, trace: str, version: str | None = None) -> SiteRecord:
+    last = trace.strip().rpartition("\n")[2]
+    reason = Reason(
+        f"installing raised {last}",
+        consequence="everything was rolled back and upstream is as it was",
+        action="please report this with the traceback in `status --json`",
+    )
+    return _record(patch, site, Outcome.FAILED, reason, version, trace=trace)
+
+
+def _record(
+    patch: Patch,
+    site: Site,
+    outcome: Outcome,
+    reason: Reason,
+    version: str | None = None,
+    flags: tuple[str, ...] = (),
+    trace: str | None = None,
+) -> SiteRecord:
+    return SiteRecord(
+        patch=patch.id,
+        upstream=site.upstream.import_name,
+        module=site.module,
+        outcome=outcome,
+        reason=reason,
+        version=version,
+        flags=flags,
+        traceback=trace,
+    )
+
+
+def _variables(patch: Patch) -> Iterator[str]:
+    shown = settings.current().set_by_user
+    for name in patch.variables:
+        variable = settings.find(name)
+        if variable is None:
+            continue
+        values = [f"{key}={text}" for key, text in shown.items() if settings.find(key) is variable]
+        meaning = " ".join(variable.meaning.replace("`", "").split())
+        yield f"{variable.shown_name} ({variable.values.replace('`', '')}): {meaning}"
+        yield f"    here: {', '.join(values) if values else f'unset ({variable.default})'}".replace("`", "")
+
+
+def loaded_sites() -> tuple[tuple[Patch, Site], ...]:
+    """The sites whose module is loaded in this process."""
+    return tuple((patch, site) for patch, site in _sites() if site.module in sys.modules)

@@ -1,0 +1,1 @@
+"""How a patch gets in and out of a foreign module. This package names no upstream."""

@@ -1,0 +1,123 @@
+"""What became of every site, and what its calls did. Thread-safe; one ledger per process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable
+
+from fusepatch.engine import notice
+from fusepatch.engine.patch import Note, SiteRecord
+from fusepatch.errors import StrictError
+
+MAXIMUM_NOTES = 200
+"""Distinct notes kept per patch; what comes later is counted under one heading, so that a long run holds no more."""
+
+_lock = threading.RLock()
+_sites: dict[tuple[str, str], SiteRecord] = {}
+_calls: Counter[str] = Counter()
+_replaced: dict[str, Counter[str]] = {}
+_fallbacks: dict[str, Counter[str]] = {}
+_warned: set[str] = set()
+_first_use: Callable[[], str] | None = None
+_strict = False
+
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
+
+
+def reset(strict: bool, first_use: Callable[[], str]) -> None:
+    """Begin a new activation: forget what was recorded; `first_use` makes the line shown at the first patched call."""
+    global _first_use, _strict
+    with _lock:
+        _strict = strict
+        _first_use = first_use
+        for table in (_sites, _calls, _replaced, _fallbacks, _warned):
+            table.clear()
+
+
+def strict() -> bool:
+    """Whether `FUSEPATCH_STRICT=1` holds in this activation."""
+    return _strict
+
+
+def record(site: SiteRecord) -> None:
+    """Store what became of a site, replacing what was known of it."""
+    with _lock:
+        _sites[site.patch, site.module] = site
+
+
+def site(patch: str, module: str) -> SiteRecord | None:
+    """The last record of a site; None before anything became of it."""
+    with _lock:
+        return _sites.get((patch, module))
+
+
+def count_call(patch: str) -> None:
+    """Count one call that went through a patch; the first one in the process tells the user what is applied."""
+    global _first_use
+    with _lock:
+        _calls[patch] += 1
+        first_use, _first_use = _first_use, None
+    if first_use is not None:
+        notice.tell(logging.INFO, first_use())
+
+
+def calls(patch: str) -> int:
+    """How many calls went through a patch."""
+    with _lock:
+        return _calls[patch]
+
+
+def replaced(patch: str, text: str) -> None:
+    """Record a value that the patch replaced: what, by what, on whose word."""
+    with _lock:
+        _count(_replaced.setdefault(patch, Counter()), text)
+
+
+def fallback(patch: str, text: str) -> None:
+    """Record that a call was left to upstream, and why; nobody had asked for it, so nobody is told."""
+    with _lock:
+        _count(_fallbacks.setdefault(patch, Counter()), text)
+
+
+def refused(patch: str, text: str) -> None:
+    """Record that something the user asked for could not be done in one call.
+
+    Warns once per text; under `FUSEPATCH_STRICT=1` raises StrictError instead.
+    """
+    fallback(patch, text)
+    if _strict:
+        raise StrictError(f"{patch}: {text} (an error because FUSEPATCH_STRICT=1)")
+    warn_once(f"{patch}: {text}")
+
+
+def warn_once(text: str) -> None:
+    """Warn the user, once per text and activation."""
+    with _lock:
+        if text in _warned:
+            return
+        _warned.add(text)
+    notice.tell(logging.WARNING, text)
+
+
+def replacements(patch: str) -> tuple[Note, ...]:
+    """The replaced values of a patch with their counts, in the order of their first appearance."""
+    return _notes(_replaced, patch)
+
+
+def fallbacks(patch: str) -> tuple[Note, ...]:
+    """The fallbacks of a patch with their counts, in the order of their first appearance."""
+    return _notes(_fallbacks, patch)
+
+
+def _count(notes: Counter[str], text: str) -> None:
+    if text not in notes and len(notes) >= MAXIMUM_NOTES:
+        text = f"(further notes, beyond the first {MAXIMUM_NOTES} distinct ones)"
+    notes[text] += 1
+
+
+def _notes(table: dict[str, Counter[str]], patch: str) -> tuple[Note, ...]:
+    with _lock:
+        return tuple(Note(text, count) for text, count in table.get(patch, Counter()).items())

@@ -1,0 +1,184 @@
+"""What a patch declares, as data, and what can become of it."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+class Outcome(enum.Enum):
+    """What became of one site."""
+
+    DISABLED = "DISABLED"
+    """Switched off by the user."""
+    ABSENT = "ABSENT"
+    """The library, or the target in it, is not there."""
+    PENDING = "PENDING"
+    """A hook waits for the target's module to be imported."""
+    GATED = "GATED"
+    """The library's version is outside the range that the site is written for."""
+    DRIFTED = "DRIFTED"
+    """The target is there with another shape; upstream is left alone."""
+    APPLIED = "APPLIED"
+    """The target is wrapped."""
+    SHADOWED = "SHADOWED"
+    """Someone replaced the target after it was wrapped."""
+    FAILED = "FAILED"
+    """Installing raised; everything was rolled back."""
+    REMOVED = "REMOVED"
+    """It was applied and has been taken out again."""
+
+
+@dataclass(frozen=True)
+class Upstream:
+    """A library that is patched: its import name, and every distribution that ships it (a nightly has another name)."""
+
+    import_name: str
+    distributions: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Contract:
+    """The shape that a target must still have.
+
+    `parameters` are names that must be accepted by keyword; `keywords` says that a `**` parameter is needed too.
+    """
+
+    parameters: tuple[str, ...] = ()
+    keywords: bool = False
+
+
+@dataclass(frozen=True)
+class Target:
+    """One wrapped slot as a handler sees it."""
+
+    module: str
+    path: str
+    original: Callable[..., Any]
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition(".")[2]
+
+
+class Proceed(Protocol):
+    """The first argument of a handler: calls the next handler, or the original."""
+
+    @property
+    def target(self) -> Target: ...
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+Handler = Callable[..., Any]
+"""`handler(proceed, *args, **kwargs)`: a plain function; it returns what the caller of the slot gets."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place in the module that is wrapped.
+
+    `path` is dotted inside the module (`function`, `Class.method`); a `*` in it stands for every function defined in
+    that module whose name matches and whose contract holds.
+    """
+
+    path: str
+    handler: Handler
+    contract: Contract = Contract()
+
+
+@dataclass(frozen=True)
+class Site:
+    """The unit of patching: one defining module of one upstream. Its slots are installed together or not at all.
+
+    `supported` and `tested` are version specifiers. Outside `supported` nothing is touched; inside it the contracts
+    decide, and a version outside `tested` is flagged. `mappings` names dictionaries of the module whose values follow
+    the wrapped functions. `rebind_holders` allows the engine to rebind names that other modules took before activation.
+    """
+
+    upstream: Upstream
+    module: str
+    slots: tuple[Slot, ...]
+    supported: str
+    tested: str
+    mappings: tuple[str, ...] = ()
+    rebind_holders: bool = True
+
+    @property
+    def name(self) -> str:
+        return self.module
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One promise. The texts are shown by `explain` and by the generated documentation."""
+
+    id: str
+    promise: str
+    why: str
+    upstream: tuple[str, ...]
+    fixed_in: str
+    remove_when: str
+    variables: tuple[str, ...]
+    changes: tuple[str, ...]
+    limits: tuple[str, ...]
+    sites: tuple[Site, ...]
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why an outcome is what it is: what was found, what was wanted, the consequence, and what the user can do."""
+
+    found: str
+    wanted: str = ""
+    consequence: str = ""
+    action: str = ""
+
+    def __str__(self) -> str:
+        parts = [self.found]
+        if self.wanted:
+            parts.append(f"wanted {self.wanted}")
+        if self.consequence:
+            parts.append(self.consequence)
+        if self.action:
+            parts.append(self.action)
+        return "; ".join(parts)
+
+
+@dataclass(frozen=True)
+class Note:
+    """Something that happened during calls, and how often."""
+
+    text: str
+    count: int
+
+
+@dataclass(frozen=True)
+class SiteRecord:
+    """What became of one site. `version` is the upstream's, where one could be found."""
+
+    patch: str
+    upstream: str
+    module: str
+    outcome: Outcome
+    reason: Reason
+    version: str | None = None
+    flags: tuple[str, ...] = ()
+    holders: tuple[str, ...] = ()
+    slots: tuple[str, ...] = ()
+    traceback: str | None = None
+
+
+@dataclass(frozen=True)
+class PatchRecord:
+    """What became of one patch: the worst outcome among the sites whose library is there, and what its calls did."""
+
+    id: str
+    outcome: Outcome
+    reason: str
+    sites: tuple[SiteRecord, ...]
+    calls: int
+    replaced: tuple[Note, ...]
+    fallbacks: tuple[Note, ...]

@@ -1,0 +1,83 @@
+"""Which distribution ships an import name, in which version, and what a version gate says about it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import sys
+from dataclasses import dataclass
+
+from fusepatch.engine.patch import Site, Upstream
+
+
+@dataclass(frozen=True)
+class Found:
+    """An upstream as it is installed. `version` is None for a copy without metadata (a checkout on the path)."""
+
+    distribution: str | None
+    version: str | None
+
+    def __str__(self) -> str:
+        name = self.distribution or "a copy without metadata"
+        return f"{name} {self.version}" if self.version else f"{name} of unknown version"
+
+
+def find(upstream: Upstream) -> Found | None:
+    """The installed upstream, without importing it; None where it is not there.
+
+    Where several distributions that ship the same import name are installed, the one installed last owns its files.
+    """
+    distributions = []
+    for name in upstream.distributions:
+        try:
+            distributions.append(importlib.metadata.distribution(name))
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    if distributions:
+        owner = max(distributions, key=_installed_at)
+        return Found(owner.metadata["Name"], owner.version)
+    if not _importable(upstream.import_name):
+        return None
+    module = sys.modules.get(upstream.import_name)
+    version = getattr(module, "__version__", None)
+    return Found(None, version if isinstance(version, str) else None)
+
+
+def _installed_at(distribution: importlib.metadata.Distribution) -> float:
+    metadata = getattr(distribution, "_path", None)
+    return os.stat(metadata).st_mtime if metadata is not None and os.path.exists(metadata) else 0.0
+
+
+def _importable(import_name: str) -> bool:
+    if import_name in sys.modules:
+        return sys.modules[import_name] is not None
+    return importlib.util.find_spec(import_name) is not None
+
+
+@dataclass(frozen=True)
+class Gate:
+    """What the site's version ranges say. An unknown version is inside `supported` and outside `tested`."""
+
+    supported: bool
+    tested: bool
+
+
+def gate(site: Site, version: str | None) -> Gate:
+    """Compare a version with a site's ranges; pre-releases and local tags count as the releases that they are.
+
+    `prereleases=True` is passed always: the default for nightlies differs between releases of packaging
+    (pypa/packaging PR #897).
+    """
+    from packaging.specifiers import SpecifierSet
+    from packaging.version import InvalidVersion, Version
+
+    if version is None:
+        return Gate(supported=True, tested=False)
+    try:
+        parsed = Version(version)
+    except InvalidVersion:
+        return Gate(supported=True, tested=False)
+    supported = SpecifierSet(site.supported).contains(parsed, prereleases=True)
+    tested = SpecifierSet(site.tested).contains(parsed, prereleases=True)
+    return Gate(supported=supported, tested=supported and tested)

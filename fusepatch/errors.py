@@ -1,0 +1,26 @@
+"""The exceptions that fusepatch raises."""
+
+from __future__ import annotations
+
+
+class FusepatchError(Exception):
+    """Base of every exception that fusepatch raises on purpose."""
+
+
+class SettingError(FusepatchError, ValueError):
+    """A `FUSEPATCH_*` value cannot be read, or two values contradict each other."""
+
+
+class FlagConflictError(FusepatchError, ValueError):
+    """Flags from the environment and flags from the user's code cannot both hold in one call."""
+
+
+class StrictError(FusepatchError, RuntimeError):
+    """Something that was asked for could not be done, and `FUSEPATCH_STRICT=1` makes that an error."""
+
+
+class UnknownPatchError(FusepatchError, KeyError):
+    """No patch has this id."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])

@@ -1,0 +1,8 @@
+"""The patches, in the order in which their handlers run. The only place that names upstreams."""
+
+from __future__ import annotations
+
+from fusepatch.engine.patch import Patch
+from fusepatch.patches import liger_instance_flags
+
+PATCHES: tuple[Patch, ...] = (liger_instance_flags.PATCH,)

@@ -1,0 +1,354 @@
+"""`liger.instance_flags`: granular flags in every application of Liger's layer kernels to a model.
+
+The environment is merged once, in the leaf functions (`apply_liger_kernel_to_<model>`), which every way into Liger
+passes: the two dispatchers, the dictionary `MODEL_TYPE_TO_APPLY_LIGER_FN` that axolotl reads, direct calls as in
+LLaMA-Factory, and the calls between Liger's own functions for vision-language models. The dispatchers only add the rule of the
+framework that called.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import sys
+from collections.abc import Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from fusepatch import settings
+from fusepatch.engine import ledger
+from fusepatch.engine.callers import calling_module, is_below
+from fusepatch.engine.patch import Contract, Patch, Proceed, Site, Slot
+from fusepatch.errors import FlagConflictError
+from fusepatch.patches.upstreams import LIGER
+
+ID = "liger.instance_flags"
+MODULE = "liger_kernel.transformers.monkey_patch"
+
+CROSS_ENTROPY = "cross_entropy"
+FUSED_LINEAR_CROSS_ENTROPY = "fused_linear_cross_entropy"
+
+HARD_CODING = ("verl", "trinity", "llamafactory", "liger_kernel.transformers.monkey_patch")
+"""Callers whose arguments no user wrote. What the others pass is a user's: their own code, or a configuration that
+reaches Liger unchanged (`liger_kernel_config` of the transformers Trainer, axolotl's `liger_*` keys)."""
+
+OWN_FORWARD = ("verl", "trinity")
+"""Callers that install a forward of their own after Liger's call: a fused linear cross-entropy on the instance would
+hide it (verl-project/verl#2609, #1720)."""
+
+
+@dataclass(frozen=True)
+class Passed:
+    """The flags of one call as they came: `None` counts as not passed."""
+
+    flags: Mapping[str, bool]
+    caller: str
+    automatic: Mapping[str, bool] = field(default_factory=dict)
+
+    @property
+    def by_user(self) -> bool:
+        return not is_below(self.caller, HARD_CODING)
+
+
+@dataclass(frozen=True)
+class Merge:
+    """What one leaf call gets: the values to set, what was replaced, and what the environment could not have."""
+
+    values: Mapping[str, bool]
+    replaced: tuple[str, ...]
+    refused: tuple[str, ...]
+
+
+@dataclass
+class _Application:
+    """One outermost application of Liger to a model, with the calls nested in it."""
+
+    passed: Passed
+    user_flags: frozenset[str]
+    leaves: list[str] = field(default_factory=list)
+    taken: set[str] = field(default_factory=set)
+
+
+_application: ContextVar[_Application | None] = ContextVar("fusepatch_liger_application", default=None)
+
+
+def dispatch(proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
+    """Handler of Liger's two dispatchers, which look up the model's function and filter the flags by its signature."""
+    caller = calling_module()
+    passed = {
+        name: value for name, value in kwargs.items() if name not in ("model", "model_type") and value is not None
+    }
+    automatic: dict[str, bool] = {}
+    if is_below(caller, OWN_FORWARD) and FUSED_LINEAR_CROSS_ENTROPY not in passed:
+        automatic[FUSED_LINEAR_CROSS_ENTROPY] = False
+        kwargs[FUSED_LINEAR_CROSS_ENTROPY] = False
+        ledger.replaced(ID, f"{FUSED_LINEAR_CROSS_ENTROPY}: not passed -> False (automatic; called by {caller})")
+    known = _all_flags()
+    flags = {name: value for name, value in passed.items() if name in known}
+    application = _begin(Passed(flags, caller, automatic))
+    token = _application.set(application)
+    try:
+        ledger.count_call(ID)
+        result = proceed(*args, **kwargs)
+    finally:
+        _application.reset(token)
+    if not application.leaves:
+        _nothing_applied(args, kwargs)
+    else:
+        _report_dropped(application)
+    return result
+
+
+def apply_to_model(proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
+    """Handler of `apply_liger_kernel_to_<model>`: merges the environment's flags into the call."""
+    name = proceed.target.name
+    signature = inspect.signature(proceed.target.original)
+    try:
+        bound = signature.bind_partial(*args, **kwargs)
+    except TypeError:
+        return proceed(*args, **kwargs)  # upstream's own error
+    outer = _application.get()
+    flags = _flags_in(bound.arguments, signature)
+    if outer is None:
+        ledger.count_call(ID)
+        passed = Passed(flags, calling_module())
+    elif not outer.leaves:
+        passed = Passed(flags, outer.passed.caller, outer.passed.automatic)
+    else:
+        passed = Passed(flags, MODULE)
+    application = outer or _begin(passed)
+    defaults = _defaults(signature)
+    merge = merge_flags(defaults, passed, settings.current().liger_flags, application.user_flags)
+    application.leaves.append(name)
+    application.taken.update(defaults)
+    for text in merge.replaced:
+        ledger.replaced(ID, f"{name}: {text}")
+    for text in merge.refused:
+        ledger.refused(ID, f"{name}: {text}")
+    bound.arguments.update(merge.values)
+    for none in [flag for flag, value in bound.arguments.items() if value is None and flag in defaults]:
+        del bound.arguments[none]
+    token = _application.set(application)
+    try:
+        result = _call(proceed, bound, merge, defaults)
+    finally:
+        _application.reset(token)
+    if outer is None or outer.leaves[0] == name:
+        _report_not_taken(application)
+    return result
+
+
+def merge_flags(
+    defaults: Mapping[str, bool],
+    passed: Passed,
+    environment: Mapping[str, bool],
+    user_flags: frozenset[str] = frozenset(),
+) -> Merge:
+    """Merge one call's flags with the environment's.
+
+    What the user wrote in code beats the environment, which beats what a framework hard-codes, which beats the automatic
+    rule. A framework's `fused_linear_cross_entropy=False` is never raised: its own forward depends on it.
+
+    Args:
+        defaults: every flag that the model's function takes, with upstream's default.
+        passed: the flags of this call and who made it.
+        environment: the flags asked for by `FUSEPATCH_LIGER_*`.
+        user_flags: flags that the user set in the call around this one (vision-language models).
+
+    Raises:
+        FlagConflictError: the environment asks for one of the two cross-entropies and the user's code for the other.
+    """
+    values: dict[str, bool] = {}
+    replaced: list[str] = []
+    refused: list[str] = []
+    by_user = user_flags | (frozenset(passed.flags) if passed.by_user else frozenset())
+
+    def set_flag(flag: str, value: bool, source: str) -> None:
+        before = passed.flags.get(flag)
+        values[flag] = value
+        if before is None and value != defaults[flag]:
+            replaced.append(f"{flag}: not passed (Liger's default {defaults[flag]}) -> {value} ({source})")
+        elif before is not None and value != before:
+            replaced.append(f"{flag}: {before} from {passed.caller} -> {value} ({source})")
+
+    for flag, value in environment.items():
+        if flag not in defaults:
+            continue
+        variable = f"{_variable(flag)}={int(value)}"
+        if flag in by_user:
+            if passed.flags.get(flag) not in (None, value):
+                replaced.append(f"{flag}: {passed.flags[flag]} from {passed.caller} kept (it beats {variable})")
+            continue
+        hard_coded_off = passed.flags.get(flag) is False and flag not in passed.automatic
+        if flag == FUSED_LINEAR_CROSS_ENTROPY and value and hard_coded_off:
+            refused.append(
+                f"{variable} was not followed: {passed.caller} passes {flag}=False because its own forward computes the "
+                f"loss, so Liger's would be hidden or would hide it; unset the variable"
+            )
+            continue
+        set_flag(flag, value, variable)
+
+    for asked, other in ((CROSS_ENTROPY, FUSED_LINEAR_CROSS_ENTROPY), (FUSED_LINEAR_CROSS_ENTROPY, CROSS_ENTROPY)):
+        if not values.get(asked) or other not in defaults or values.get(other) is False:
+            continue
+        if other in by_user and passed.flags.get(other):
+            raise FlagConflictError(
+                f"{_variable(asked)}=1 contradicts {other}=True in the code of {passed.caller}: Liger computes the loss in "
+                f"one of the two ways and would stop with an AssertionError. No kernel was applied by this call; unset the "
+                f"variable or remove {other} from the code."
+            )
+        if passed.flags.get(other, defaults[other]):
+            set_flag(other, False, f"implied by {_variable(asked)}=1")
+    return Merge(values, tuple(replaced), tuple(refused))
+
+
+def _call(proceed: Proceed, bound: inspect.BoundArguments, merge: Merge, defaults: Mapping[str, bool]) -> Any:
+    """Call upstream; a kernel that the environment asked for and upstream refuses is taken back and reported.
+
+    Upstream's functions may be called again: they assign the same classes and forwards each time.
+    """
+    asked = [flag for flag, value in merge.values.items() if value and not defaults[flag]]
+    while True:
+        try:
+            return proceed(*bound.args, **bound.kwargs)
+        except NotImplementedError as error:
+            if not asked:
+                raise
+            flag = asked.pop()
+            bound.arguments[flag] = defaults[flag]
+            if flag == FUSED_LINEAR_CROSS_ENTROPY:
+                bound.arguments.pop(CROSS_ENTROPY, None)
+            ledger.refused(
+                ID,
+                f"{proceed.target.name}: {_variable(flag)}=1 was not followed: Liger refuses it ({error}); the model keeps "
+                f"{flag}={defaults[flag]}; unset the variable",
+            )
+
+
+def _begin(passed: Passed) -> _Application:
+    return _Application(passed, frozenset(passed.flags) if passed.by_user else frozenset())
+
+
+def _flags_in(arguments: Mapping[str, Any], signature: inspect.Signature) -> dict[str, bool]:
+    flags = _defaults(signature)
+    return {name: value for name, value in arguments.items() if name in flags and value is not None}
+
+
+def _defaults(signature: inspect.Signature) -> dict[str, bool]:
+    return {
+        name: parameter.default
+        for name, parameter in signature.parameters.items()
+        if isinstance(parameter.default, bool)
+    }
+
+
+def _all_flags() -> frozenset[str]:
+    """Every flag that some function of the installed Liger takes."""
+    functions = set(vars(sys.modules[MODULE])["MODEL_TYPE_TO_APPLY_LIGER_FN"].values())
+    return frozenset(flag for function in functions for flag in _defaults(inspect.signature(function)))
+
+
+def _variable(flag: str) -> str:
+    return f"FUSEPATCH_LIGER_{flag.upper()}"
+
+
+def _report_not_taken(application: _Application) -> None:
+    """Name the flags of the environment that no function called for this model takes (Liger drops them silently)."""
+    names = ", ".join(dict.fromkeys(application.leaves))
+    known = _all_flags()
+    for flag, value in settings.current().liger_flags.items():
+        if flag in application.taken:
+            continue
+        if flag in known:
+            taken = ", ".join(sorted(application.taken))
+            ledger.refused(
+                ID,
+                f"{_variable(flag)}={int(value)} was not followed: {names} has no flag {flag}, it takes {taken}; the model is "
+                f"as Liger makes it without that flag; unset the variable for this model",
+            )
+        else:
+            nearest = difflib.get_close_matches(flag, known, n=1)
+            hint = f"did you mean {_variable(nearest[0])}?" if nearest else f"known are {', '.join(sorted(known))}"
+            ledger.refused(
+                ID,
+                f"{_variable(flag)}={int(value)} was not followed: no function of this Liger has a flag {flag}; {hint}",
+            )
+
+
+def _report_dropped(application: _Application) -> None:
+    """Name the flags that the caller passed and that Liger dropped on the way, or did not pass on to nested models."""
+    first, *nested = application.leaves
+    for flag, value in application.passed.flags.items():
+        takes_it = flag in _defaults(inspect.signature(vars(sys.modules[MODULE])[first]))
+        if takes_it:
+            continue
+        if flag in application.taken:
+            what = (
+                f"Liger does not pass it on: {', '.join(nested)} ran with its own default unless the environment set it"
+            )
+        else:
+            what = "Liger dropped it"
+        ledger.fallback(
+            ID,
+            f"{first}: {flag}={value} from {application.passed.caller} has no effect: it is no flag of {first}; {what}",
+        )
+
+
+def _nothing_applied(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    subject = args[0] if args else kwargs.get("model", kwargs.get("model_type"))
+    model_type = subject if isinstance(subject, str) else getattr(getattr(subject, "config", None), "model_type", None)
+    text = f"nothing was applied: Liger has no kernels for model type {model_type!r}"
+    asked = settings.current().liger_flags
+    if asked:
+        wanted = ", ".join(f"{_variable(flag)}={int(value)}" for flag, value in asked.items())
+        ledger.refused(ID, f"{text}; {wanted} was not followed")
+    else:
+        ledger.fallback(ID, text)
+
+
+PATCH = Patch(
+    id=ID,
+    promise="Granular Liger kernels in every framework, and none that hides a framework's own forward.",
+    why=(
+        "Frameworks apply Liger with one call that is all or nothing. With verl up to 0.7.1 and Liger from 0.6.0 that call puts a "
+        "fused linear cross-entropy forward on the model instance, which hides the forward that verl installs on the class "
+        "afterwards: its per-token log-probabilities go missing and rewards are wrong, without an error."
+    ),
+    upstream=(
+        "https://github.com/volcengine/verl/issues/2609",
+        "https://github.com/volcengine/verl/issues/1720",
+        "https://github.com/modelscope/Trinity-RFT/issues/273",
+        "https://github.com/huggingface/transformers/issues/38905",
+    ),
+    fixed_in="verl 0.8.0 and Trinity-RFT 0.6.0 pass fused_linear_cross_entropy=False themselves; no release has switches per kernel",
+    remove_when="no supported verl is older than 0.8.0, and every framework hands the user's flags to Liger",
+    variables=("FUSEPATCH_LIGER_",),
+    changes=(
+        "a call from verl or Trinity-RFT that does not say gets fused_linear_cross_entropy=False",
+        "every flag in the environment reaches the function of the model, over what a framework hard-codes",
+        "FUSEPATCH_LIGER_CROSS_ENTROPY=1 implies fused_linear_cross_entropy=False, which Liger would otherwise stop at",
+        "a flag that the model's function does not take, and a kernel that Liger refuses, are reported instead of dropped or raised",
+    ),
+    limits=(
+        "Liger replaces rope, RMSNorm and MLP in the modeling module for the whole process, and with cross_entropy=True "
+        "torch.nn.functional.cross_entropy itself: a later call with the flag off does not undo it, and other models see it",
+        "a framework's fused_linear_cross_entropy=False is never raised, whatever the environment says",
+        "a flag that a user's configuration passes for a vision-language model reaches Liger's nested text function only where "
+        "Liger passes it on; a variable reaches it always",
+    ),
+    sites=(
+        Site(
+            upstream=LIGER,
+            module=MODULE,
+            supported=">=0.5.5.dev0",
+            tested="<=0.8.5",
+            mappings=("MODEL_TYPE_TO_APPLY_LIGER_FN",),
+            slots=(
+                Slot("_apply_liger_kernel_to_instance", dispatch, Contract(parameters=("model",), keywords=True)),
+                Slot("_apply_liger_kernel", dispatch, Contract(parameters=("model_type",), keywords=True)),
+                Slot("apply_liger_kernel_to_*", apply_to_model, Contract(parameters=("model",))),
+            ),
+        ),
+    ),
+)

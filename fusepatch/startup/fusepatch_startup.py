@@ -1,0 +1,47 @@
+"""Switches fusepatch on in processes that nobody wrote an import into: children, workers, plugins.
+
+It lies at the root of site-packages, beside the `.pth` file that calls it when `FUSEPATCH` is set. It costs a process that
+imports none of the upstreams one entry in `sys.meta_path`; the package itself is imported when the first of them is.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+
+TRIGGERS = frozenset({"liger_kernel", "torch", "transformers", "trl"})
+"""Top-level import names that bring the package in: torch, and every upstream that a patch has a site in."""
+
+
+class _Finder:
+    """Brings the package in at the first import of a trigger, then steps aside."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if name not in TRIGGERS or self not in sys.meta_path:
+            return None
+        sys.meta_path.remove(self)
+        _import_package()
+        # Asked again, so that the hooks which the package has just put in front of the finders see this import too.
+        return find_spec(name)
+
+
+def start() -> None:
+    """Switch this process on if `FUSEPATCH` says so; cheap until an upstream is imported. Never raises."""
+    if os.environ.get("FUSEPATCH", "") in ("", "0") or "fusepatch" in sys.modules:
+        return
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return
+    if TRIGGERS.isdisjoint(sys.modules):
+        sys.meta_path.insert(0, _Finder())
+    else:
+        _import_package()
+
+
+def _import_package() -> None:
+    # Nobody wrote an import in this process: what goes wrong is said, and the program goes on.
+    try:
+        import fusepatch  # noqa: F401
+    except Exception as error:
+        print(f"fusepatch: not active in process {os.getpid()}: {error}", file=sys.stderr, flush=True)
