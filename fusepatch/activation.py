@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 
 from fusepatch import settings
@@ -34,8 +35,7 @@ def activate() -> None:
     global _active, _disabled, _taken_out, _switch_before
     with install.lock:
         if not _active:
-            read = settings.read(os.environ)
-            _disabled = _ids_to_disable(read)
+            read, _disabled = read_settings(os.environ)
             settings.use(read)
             ledger.reset(read.strict, summary)
             _warn_of_unknown(read)
@@ -78,6 +78,34 @@ def status() -> tuple[PatchRecord, ...]:
     return tuple(_patch_record(patch) for patch in PATCHES)
 
 
+def planned(environ: Mapping[str, str]) -> tuple[PatchRecord, ...]:
+    """What would become of every patch if a fresh process with this environment imported fusepatch; imports nothing.
+
+    Raises:
+        SettingError: that import would raise it.
+    """
+    read, disabled = read_settings(environ)
+
+    def site_record(patch: Patch, site: Site) -> SiteRecord:
+        if read.switch is False:
+            return _record(
+                patch, site, Outcome.DISABLED, Reason("FUSEPATCH=0 makes the import inert", action="unset it")
+            )
+        return _named_in_disable(patch, site) if patch.id in disabled else preview(patch, site)
+
+    return tuple(_patch_record(patch, site_record) for patch in PATCHES)
+
+
+def read_settings(environ: Mapping[str, str]) -> tuple[settings.Settings, frozenset[str]]:
+    """The settings of an environment, and the ids of the patches that it switches off.
+
+    Raises:
+        SettingError: a value cannot be read, contradicts another, or names a patch that is not there.
+    """
+    read = settings.read(environ)
+    return read, _ids_to_disable(read)
+
+
 def is_applied(id: str) -> bool:
     """Whether every site of the patch whose library is there is applied.
 
@@ -94,16 +122,20 @@ def explain(id: str) -> str:
         UnknownPatchError: no patch has this id.
     """
     patch = _patch(id)
-    record = _patch_record(patch)
+    return page(patch, _patch_record(patch), settings.current(), "In this process")
+
+
+def page(patch: Patch, record: PatchRecord, read: settings.Settings, where: str) -> str:
+    """The page of `explain`: the patch, the settings that reach it, and its record, which holds for `where`."""
     lines = [f"{patch.id}: {patch.promise}", "", f"Why: {patch.why}", "", "What it changes:"]
     lines += [f"  - {change}" for change in patch.changes]
     lines += ["", "Known limits:", *(f"  - {limit}" for limit in patch.limits)]
-    lines += ["", "Variables:", *(f"  {line}" for line in _variables(patch))]
+    lines += ["", "Variables:", *(f"  {line}" for line in _variables(patch, read))]
     lines += ["", f"Upstream: {', '.join(patch.upstream)}", f"Fixed in: {patch.fixed_in}"]
     lines += [
         f"Can be removed when: {patch.remove_when}",
         "",
-        f"In this process: {record.outcome.value}: {record.reason}",
+        f"{where}: {record.outcome.value}: {record.reason}",
     ]
     for site in record.sites:
         lines.append(f"  {site.module}: {describe_site(site)}")
@@ -139,7 +171,10 @@ def _patch(id: str) -> Patch:
     for patch in PATCHES:
         if patch.id == id:
             return patch
-    raise UnknownPatchError(f"there is no patch {id!r}; there are {', '.join(patch.id for patch in PATCHES)}")
+    known = [patch.id for patch in PATCHES]
+    nearest = difflib.get_close_matches(id, known, n=1)
+    hint = f"did you mean {nearest[0]}? " if nearest else ""
+    raise UnknownPatchError(f"there is no patch {id!r}; {hint}The patches are {', '.join(known)}")
 
 
 def _ids_to_disable(read: settings.Settings) -> frozenset[str]:
@@ -234,8 +269,8 @@ def _remove(patch: Patch, site: Site) -> None:
     ledger.record(_record(patch, site, Outcome.REMOVED, reason, record.version))
 
 
-def _patch_record(patch: Patch) -> PatchRecord:
-    sites = tuple(_site_record(patch, site) for site in patch.sites)
+def _patch_record(patch: Patch, site_record: Callable[[Patch, Site], SiteRecord] | None = None) -> PatchRecord:
+    sites = tuple((site_record or _site_record)(patch, site) for site in patch.sites)
     outcome, reason = _worst(sites)
     return PatchRecord(
         id=patch.id,
@@ -277,10 +312,16 @@ def _site_record(patch: Patch, site: Site) -> SiteRecord:
             patch, site, Outcome.DISABLED, Reason("fusepatch is not active", action="call fusepatch.activate()")
         )
     if patch.id in _disabled:
-        return _record(patch, site, Outcome.DISABLED, Reason("FUSEPATCH_DISABLE names it", action="unset it there"))
+        return _named_in_disable(patch, site)
     if patch.id in _taken_out:
         return _record(patch, site, Outcome.DISABLED, Reason("deactivated", action="call fusepatch.activate()"))
     return preview(patch, site)
+
+
+def _named_in_disable(patch: Patch, site: Site) -> SiteRecord:
+    return _record(
+        patch, site, Outcome.DISABLED, Reason("FUSEPATCH_DISABLE names it", action="take it out of that list")
+    )
 
 
 def _still(patch: Patch, site: Site, recorded: SiteRecord) -> SiteRecord:
@@ -310,7 +351,10 @@ def preview(patch: Patch, site: Site) -> SiteRecord:
     if problem is not None:
         return _drifted(patch, site, found.version, found, problem, ", ".join(map(contract.describe, site.slots)))
     flags = () if gate.tested else ("untested",)
-    reason = Reason(f"{found}: will be applied when {site.module} is imported")
+    reason = Reason(
+        f"{found} is {'tested' if gate.tested else f'supported, tested is {site.tested}'}; the target has the known shape",
+        consequence="will be applied when it is imported",
+    )
     return _record(patch, site, Outcome.PENDING, reason, found.version, flags)
 
 
@@ -379,8 +423,8 @@ def _record(
     )
 
 
-def _variables(patch: Patch) -> Iterator[str]:
-    shown = settings.current().set_by_user
+def _variables(patch: Patch, read: settings.Settings) -> Iterator[str]:
+    shown = read.set_by_user
     for name in patch.variables:
         variable = settings.find(name)
         if variable is None:
