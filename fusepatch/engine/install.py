@@ -81,10 +81,11 @@ class _Installed:
     def relink(self) -> None:
         call = self.target.original
         for link in reversed(self.links):
-            call = _linked(link, call, self.target)
+            call = _linked(link.patch, link.handler, call, self.target.key)
         self.chain[:] = [call]
 
 
+_targets: dict[str, Target] = {}
 _slots: dict[tuple[int, str], _Installed] = {}
 """By owner and attribute. The owner's id stays its own, since `places` holds a reference to it."""
 
@@ -228,6 +229,7 @@ def _wrap(owner: Any, attribute: str, path: str, module: ModuleType, site: Site)
     shape = raw if raw is not _MISSING else inspect.getattr_static(owner, attribute)
     original = _function(owner, attribute)
     installed = _Installed(module, Target(module.__name__, path, original), raw, None, [_Place(owner, attribute)])
+    _targets[installed.target.key] = installed.target
     wrapper = _wrapper(original, installed.chain)
     installed.wrapper = type(shape)(wrapper) if isinstance(shape, staticmethod | classmethod) else wrapper
     installed.relink()
@@ -253,40 +255,48 @@ def _wrapper(original: Callable[..., Any], chain: list[Callable[..., Any]]) -> C
 class _Proceed:
     """What a handler calls to go on; remembers that it was called."""
 
-    __slots__ = ("_call", "entered", "target")
+    __slots__ = ("_call", "_key", "entered")
 
-    def __init__(self, call: Callable[..., Any], target: Target) -> None:
+    def __init__(self, call: Callable[..., Any], key: str) -> None:
         self._call = call
-        self.target = target
+        self._key = key
         self.entered = False
+
+    @property
+    def target(self) -> Target:
+        return _targets[self._key]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.entered = True
         return self._call(*args, **kwargs)
 
 
-def _linked(link: _Link, call: Callable[..., Any], target: Target) -> Callable[..., Any]:
-    """One link of a chain: a handler that breaks before it went on is recorded, and the call goes on without it."""
+def _linked(patch: str, handler: Handler, call: Callable[..., Any], key: str) -> Callable[..., Any]:
+    """One link of a chain: a handler that breaks before it went on is recorded, and the call goes on without it.
+
+    Its closure holds functions and strings only: Dynamo cannot build other objects from the closure of a method whose
+    instance was made inside the traced code.
+    """
 
     def linked(*args: Any, **kwargs: Any) -> Any:
-        proceed = _Proceed(call, target)
+        proceed = _Proceed(call, key)
         try:
-            return link.handler(proceed, *args, **kwargs)
+            return handler(proceed, *args, **kwargs)
         except FusepatchError:
             raise
         except Exception:
             if proceed.entered:
                 raise
-            _record_broken_handler(link, target)
+            _record_broken_handler(patch, key)
         return call(*args, **kwargs)
 
     return linked
 
 
-def _record_broken_handler(link: _Link, target: Target) -> None:
+def _record_broken_handler(patch: str, key: str) -> None:
     ledger.refused(
-        link.patch,
-        f"the patch itself failed in {target.module}.{target.path}; the call ran as upstream wrote it; "
+        patch,
+        f"the patch itself failed in {key}; the call ran as upstream wrote it; "
         f"please report this: {traceback.format_exc(limit=-3)}",
     )
 

@@ -60,7 +60,13 @@ class Target:
 
     @property
     def name(self) -> str:
+        """The last part of the path: the function's own name."""
         return self.path.rpartition(".")[2]
+
+    @property
+    def key(self) -> str:
+        """The full dotted name."""
+        return f"{self.module}.{self.path}"
 
 
 class Proceed(Protocol):
@@ -105,10 +111,6 @@ class Site:
     tested: str
     mappings: tuple[str, ...] = ()
     rebind_holders: bool = True
-
-    @property
-    def name(self) -> str:
-        return self.module
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from helpers import fresh
+
+from fusepatch.engine import hooks
+
+
+def test_the_callback_runs_once_after_the_import(library: Callable[..., str]) -> None:
+    library()
+    seen = []
+    for _ in range(3):
+        hooks.watch("toylib.core", lambda module, late: seen.append((module.scale(1), late)), lambda *_: None)
+    assert seen == []
+    importlib.import_module("toylib.core")
+    assert seen == [(2, False)]
+
+
+def test_a_loaded_module_is_late(library: Callable[..., str]) -> None:
+    importlib.import_module(library())
+    seen = []
+    hooks.watch("toylib.core", lambda module, late: seen.append(late), lambda *_: None)
+    assert seen == [True]
+
+
+def test_a_callback_that_raises_does_not_break_the_users_import(library: Callable[..., str]) -> None:
+    library()
+    failures = []
+
+    def broken(module: object, late: bool) -> None:
+        raise RuntimeError("a fault of ours")
+
+    hooks.watch("toylib.core", broken, lambda name, trace: failures.append((name, trace)))
+    assert importlib.import_module("toylib.core").scale(1) == 2
+    ((name, trace),) = failures
+    assert name == "toylib.core"
+    assert "a fault of ours" in trace
+    assert "Traceback" in trace
+
+
+def test_an_upstream_that_raises_on_import_raises_its_own_error(library: Callable[..., str]) -> None:
+    library("raise ImportError('libcuda is missing')")
+    seen = []
+    hooks.watch("toylib.core", lambda module, late: seen.append(module), lambda *_: None)
+    with pytest.raises(ImportError, match="libcuda is missing"):
+        importlib.import_module("toylib.core")
+    assert seen == []
+    assert "toylib.core" not in sys.modules
+
+
+def test_a_hooked_module_can_be_started_with_dash_m(library: Callable[..., str], tmp_path: Path) -> None:
+    library("import sys\nif __name__ == '__main__':\n    print('ran', sys.argv[1:])\n")
+    done = fresh(
+        """
+        import runpy, sys
+        from fusepatch.engine import hooks
+        hooks.watch("toylib.core", lambda module, late: print("hooked"), lambda *_: None)
+        sys.argv = ["x", "argument"]
+        runpy.run_module("toylib.core", run_name="__main__", alter_sys=True)
+        """,
+        env={"PYTHONPATH": str(tmp_path), "FUSEPATCH": "0"},
+        check=True,
+    )
+    assert done.stdout.splitlines()[-1] == "ran ['argument']"

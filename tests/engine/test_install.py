@@ -1,0 +1,334 @@
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+import os
+import pickle
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+
+from fusepatch.engine import install, ledger
+from fusepatch.engine.patch import Contract, Slot
+from fusepatch.errors import FlagConflictError, StrictError
+
+from declarations import adding_hundred, passing, site
+
+
+def load(name: str = "toylib.core") -> ModuleType:
+    return importlib.import_module(name)
+
+
+def test_a_wrapped_function_keeps_what_others_read_of_it(library: Callable[..., str]) -> None:
+    module = load(library())
+    original = module.scale
+    install.install("p", site(), module, late=False)
+    assert module.scale(3) == 106
+    assert module.scale is not original
+    assert inspect.signature(module.scale) == inspect.signature(original)
+    assert (module.scale.__module__, module.scale.__qualname__, module.scale.__doc__) == (
+        "toylib.core",
+        "scale",
+        "Multiply.",
+    )
+    assert type(module.scale) is type(original)
+    assert pickle.loads(pickle.dumps(module.scale)) is module.scale
+    assert copy.deepcopy(module.scale) is module.scale
+    install.uninstall("p", site())
+    assert module.scale is original
+
+
+def test_the_wrapper_does_not_carry_what_tools_keep_on_the_original(library: Callable[..., str]) -> None:
+    module = load(library())
+    module.scale._torchdynamo_orig_callable = "the original"
+    install.install("p", site(), module, late=False)
+    assert "_torchdynamo_orig_callable" not in vars(module.scale)
+
+
+@pytest.mark.parametrize(("path", "kind"), [("Model.double", staticmethod), ("Model.named", classmethod)])
+def test_static_and_class_methods_stay_what_they_are(library: Callable[..., str], path: str, kind: type) -> None:
+    module = load(library())
+    name = path.partition(".")[2]
+    raw = vars(module.Model)[name]
+    seen = []
+
+    def handler(proceed, *args, **kwargs):
+        seen.append(args)
+        return proceed(*args, **kwargs)
+
+    install.install("p", site(Slot(path, handler)), module, late=False)
+    assert isinstance(vars(module.Model)[name], kind)
+    assert module.Model.double(4) == 8
+    assert module.Model.named(4) == ("Model", 4)
+    assert seen == ([(4,)] if kind is staticmethod else [(module.Model, 4)])
+    install.uninstall("p", site(Slot(path, handler)))
+    assert vars(module.Model)[name] is raw
+
+
+def test_taking_out_an_inherited_method_deletes_the_copy(library: Callable[..., str]) -> None:
+    module = load(library())
+    inherited = site(Slot("Model.__init__", passing, Contract(parameters=("size",))))
+    install.install("p", inherited, module, late=False)
+    assert "__init__" in vars(module.Model)
+    assert module.Model(3).size == 3
+    install.uninstall("p", inherited)
+    assert "__init__" not in vars(module.Model)
+    module.Base.__init__ = lambda self, size: setattr(self, "size", size * 2)
+    assert module.Model(3).size == 6, "a copy left on the subclass would hide a later change of the base"
+
+
+def test_the_class_itself_stays_the_same_object(library: Callable[..., str]) -> None:
+    module = load(library())
+    early = module.Model
+    install.install("p", site(Slot("Model.forward", adding_hundred)), module, late=False)
+    assert module.Model is early
+    assert type(early(1)) is module.Model
+    assert early(1).forward(1) == 102, "instances made through an early-bound class name are patched too"
+    assert pickle.loads(pickle.dumps(early)) is early
+
+
+def test_values_of_named_mappings_follow(library: Callable[..., str]) -> None:
+    module = load(library())
+    original = module.TABLE["a"]
+    every = site(Slot("scale*", adding_hundred, Contract(parameters=("value",))), mappings=("TABLE",))
+    applied = install.install("p", every, module, late=False)
+    assert applied.slots == ("scale", "scale_more")
+    assert module.TABLE["a"] is module.scale
+    assert module.TABLE["b"](1) == 103
+    install.uninstall("p", every)
+    assert module.TABLE["a"] is original
+    assert module.scale is original
+
+
+def test_a_pattern_takes_functions_of_the_module_itself_whose_contract_holds(library: Callable[..., str]) -> None:
+    source = "from os.path import join as scale_join\ndef scale_a(value): return value\ndef scale_b(): return 1\n"
+    module = load(library(source))
+    pattern = site(Slot("scale_*", passing, Contract(parameters=("value",))))
+    assert install.install("p", pattern, module, late=False).slots == ("scale_a",)
+
+
+def test_patches_share_a_slot_in_order_and_leave_one_by_one(library: Callable[..., str]) -> None:
+    module = load(library())
+    original = module.scale
+
+    def doubling(proceed, *args, **kwargs):
+        return proceed(*args, **kwargs) * 2
+
+    first, second = site(), site(Slot("scale", doubling))
+    install.install("first", first, module, late=False)
+    wrapper = module.scale
+    install.install("second", second, module, late=False)
+    assert module.scale is wrapper, "one wrapper per slot"
+    assert module.scale(1) == 1 * 2 * 2 + 100
+    install.uninstall("first", first)
+    assert module.scale(1) == 4
+    assert module.scale is wrapper
+    install.uninstall("second", second)
+    assert module.scale is original
+
+
+def test_a_site_is_installed_whole_or_not_at_all(library: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    source = """
+    class Closed(type):
+        def __setattr__(cls, name, value):
+            raise TypeError("closed")
+    class Model(metaclass=Closed):
+        def forward(self, value): return value
+    def scale(value, factor=2): return value * factor
+    """
+    module = load(library(source))
+    original = module.scale
+    both = site(Slot("scale", adding_hundred), Slot("Model.forward", adding_hundred))
+    with pytest.raises(TypeError, match="closed"):
+        install.install("p", both, module, late=False)
+    assert module.scale is original
+    assert not install.installed_in("p", both, module)
+    assert install.install("p", site(), module, late=False).slots == ("scale",), "and it can be tried again"
+
+
+def test_setting_that_does_not_hold_is_an_error(library: Callable[..., str]) -> None:
+    source = """
+    class Deaf(type):
+        def __setattr__(cls, name, value): pass
+    class Model(metaclass=Deaf):
+        def forward(self, value): return value
+    """
+    module = load(library(source))
+    with pytest.raises(RuntimeError, match=r"toylib\.core\.Model\.forward did not keep what was set"):
+        install.install("p", site(Slot("Model.forward", passing)), module, late=False)
+
+
+def test_absent_and_broken_targets_are_told_apart(library: Callable[..., str]) -> None:
+    module = load(library())
+    with pytest.raises(install.TargetAbsentError, match=r"toylib\.core has no gone, Gone\.forward"):
+        install.install("p", site(Slot("gone", passing), Slot("Gone.forward", passing)), module, late=False)
+    with pytest.raises(install.ContractBrokenError, match=r"has no gone"):
+        install.install("p", site(Slot("scale", passing), Slot("gone", passing)), module, late=False)
+    with pytest.raises(install.ContractBrokenError, match=r"scale no longer takes weight"):
+        install.install("p", site(Slot("scale", passing, Contract(parameters=("value", "weight")))), module, late=False)
+    with pytest.raises(install.ContractBrokenError, match=r"is a dict, not a function"):
+        install.install("p", site(Slot("TABLE", passing)), module, late=False)
+    assert module.scale(1) == 2
+
+
+def test_someone_elses_patch_on_top_is_seen_and_left(library: Callable[..., str]) -> None:
+    module = load(library())
+    install.install("p", site(), module, late=False)
+    ours = module.scale
+
+    def theirs(value, factor=2):
+        return ours(value, factor) + 1
+
+    module.scale = theirs
+    assert install.shadowed("p", site()) == ("scale",)
+    assert install.uninstall("p", site()) == ("toylib.core.scale",)
+    assert module.scale is theirs
+    assert theirs(1) == 3, "our wrapper below theirs does nothing any more"
+
+
+def test_a_handler_that_breaks_before_going_on_is_left_out(library: Callable[..., str]) -> None:
+    module = load(library())
+
+    def broken(proceed, *args, **kwargs):
+        raise KeyError("a fault of the patch")
+
+    install.install("p", site(Slot("scale", broken)), module, late=False)
+    assert module.scale(3, factor=5) == 15
+    (note,) = ledger.fallbacks("p")
+    assert "the patch itself failed in toylib.core.scale" in note.text
+    assert "a fault of the patch" in note.text
+
+
+def test_a_handler_that_breaks_is_an_error_under_strict(library: Callable[..., str]) -> None:
+    module = load(library())
+    ledger.reset(strict=True, first_use=lambda: "")
+
+    def broken(proceed, *args, **kwargs):
+        raise KeyError("a fault of the patch")
+
+    install.install("p", site(Slot("scale", broken)), module, late=False)
+    with pytest.raises(StrictError, match="the patch itself failed"):
+        module.scale(3)
+
+
+def test_upstreams_own_error_and_ours_reach_the_caller(library: Callable[..., str]) -> None:
+    module = load(library())
+    calls = []
+
+    def counting(proceed, *args, **kwargs):
+        calls.append(args)
+        return proceed(*args, **kwargs)
+
+    install.install("p", site(Slot("scale", counting)), module, late=False)
+    with pytest.raises(TypeError):
+        module.scale(None)
+    assert len(calls) == 1, "a call that upstream refused is not run twice"
+    assert ledger.fallbacks("p") == ()
+
+    def refusing(proceed, *args, **kwargs):
+        raise FlagConflictError("asked for two things")
+
+    install.install("q", site(Slot("scale", refusing)), module, late=False)
+    with pytest.raises(FlagConflictError):
+        module.scale(1)
+
+
+def test_a_handler_that_breaks_after_going_on_does_not_run_upstream_twice(library: Callable[..., str]) -> None:
+    module = load(library("calls = []\ndef scale(value):\n    calls.append(value)\n    return value\n"))
+
+    def broken_after(proceed, *args, **kwargs):
+        proceed(*args, **kwargs)
+        raise KeyError("after")
+
+    install.install("p", site(Slot("scale", broken_after)), module, late=False)
+    with pytest.raises(KeyError):
+        module.scale(1)
+    assert module.calls == [1]
+
+
+def test_late_names_in_other_modules_are_rebound_and_named(library: Callable[..., str]) -> None:
+    module = load(library())
+    consumer = ModuleType("consumer")
+    consumer.scaled = module.scale
+    sys.modules["consumer"] = consumer
+    original = module.scale
+    applied = install.install("p", site(), module, late=True)
+    assert applied.rebound == ("consumer.scaled",)
+    assert consumer.scaled(1) == 102
+    install.uninstall("p", site())
+    assert consumer.scaled is original
+
+
+def test_late_names_are_left_and_named_where_the_site_forbids_rebinding(library: Callable[..., str]) -> None:
+    module = load(library())
+    consumer = ModuleType("consumer")
+    consumer.scaled = module.scale
+    sys.modules["consumer"] = consumer
+    applied = install.install("p", site(rebind_holders=False), module, late=True)
+    assert (applied.rebound, applied.left) == ((), ("consumer.scaled",))
+    assert consumer.scaled(1) == 2
+
+
+def test_strict_makes_the_first_use_raise(library: Callable[..., str]) -> None:
+    module = load(library())
+    install.raise_when_used("p", site(), module, StrictError("p: DRIFTED"))
+    with pytest.raises(StrictError, match="DRIFTED"):
+        module.scale(1)
+    install.uninstall("p", site())
+    assert module.scale(1) == 2
+
+
+def test_threads_that_install_and_call_at_once(library: Callable[..., str]) -> None:
+    module = load(library())
+    original = module.scale
+    errors: list[BaseException] = []
+    barrier = threading.Barrier(8)
+
+    def work(number: int) -> None:
+        try:
+            barrier.wait()
+            for _ in range(50):
+                install.install(f"p{number}", site(), module, late=False)
+                value = module.scale(0)
+                assert value % 100 == 0
+                assert 100 <= value <= 800
+                install.uninstall(f"p{number}", site())
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert module.scale is original
+
+
+def test_a_fork_while_another_thread_holds_the_lock_does_not_deadlock(library: Callable[..., str]) -> None:
+    module = load(library())
+    stop = threading.Event()
+
+    def churn() -> None:
+        while not stop.is_set():
+            install.install("p", site(), module, late=False)
+            install.uninstall("p", site())
+
+    thread = threading.Thread(target=churn)
+    thread.start()
+    try:
+        for _ in range(20):
+            child = os.fork()
+            if child == 0:
+                signal.alarm(10)  # a deadlocked child dies by SIGALRM
+                install.install("child", site(), module, late=False)
+                os._exit(0)
+            assert os.waitpid(child, 0)[1] == 0
+    finally:
+        stop.set()
+        thread.join()
