@@ -122,11 +122,22 @@ def explain(id: str) -> str:
         UnknownPatchError: no patch has this id.
     """
     patch = _patch(id)
-    return page(patch, _patch_record(patch), settings.current(), "In this process")
+    return _page(patch, _patch_record(patch), settings.current(), "In this process")
 
 
-def page(patch: Patch, record: PatchRecord, read: settings.Settings, where: str) -> str:
-    """The page of `explain`: the patch, the settings that reach it, and its record, which holds for `where`."""
+def explain_planned(id: str, environ: Mapping[str, str]) -> str:
+    """The page of `explain`, for a fresh process with this environment; imports nothing.
+
+    Raises:
+        UnknownPatchError: no patch has this id.
+        SettingError: `import fusepatch` would raise it there.
+    """
+    patch = _patch(id)
+    record = next(record for record in planned(environ) if record.id == id)
+    return _page(patch, record, read_settings(environ)[0], "In a fresh process")
+
+
+def _page(patch: Patch, record: PatchRecord, read: settings.Settings, where: str) -> str:
     lines = [f"{patch.id}: {patch.promise}", "", f"Why: {patch.why}", "", "What it changes:"]
     lines += [f"  - {change}" for change in patch.changes]
     lines += ["", "Known limits:", *(f"  - {limit}" for limit in patch.limits)]
@@ -139,8 +150,8 @@ def page(patch: Patch, record: PatchRecord, read: settings.Settings, where: str)
     ]
     for site in record.sites:
         lines.append(f"  {site.module}: {describe_site(site)}")
-    lines += [f"  replaced {note.count}x: {note.text}" for note in record.replaced]
-    lines += [f"  not done {note.count}x: {note.text}" for note in record.fallbacks]
+    lines += [f"  replaced {note.times}x: {note.text}" for note in record.replaced]
+    lines += [f"  not done {note.times}x: {note.text}" for note in record.fallbacks]
     return "\n".join(lines)
 
 
@@ -192,9 +203,7 @@ def _ids_to_disable(read: settings.Settings) -> frozenset[str]:
 
 def _warn_of_unknown(read: settings.Settings) -> None:
     for name in read.unknown:
-        nearest = settings.nearest(name)
-        hint = f"the nearest known one is {nearest}" if nearest else "`python -m fusepatch env` lists the known ones"
-        ledger.warn_once(f"the variable {name} is set but means nothing to fusepatch, so it changes nothing; {hint}")
+        ledger.warn_once(settings.unknown_name(name))
 
 
 def _watch(patch: Patch, site: Site) -> None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from fusepatch.errors import SettingError
 
 
-@dataclass(frozen=True)
-class Settings:
+class Settings(NamedTuple):
     """The values in force. A field that is None was not set, which means the automatic rule.
 
     `set_by_user` holds the raw text of every variable that was set and read.
@@ -20,13 +18,12 @@ class Settings:
     switch: bool | None = None
     strict: bool = False
     disable: tuple[str, ...] = ()
-    liger_flags: Mapping[str, bool] = field(default_factory=dict)
-    set_by_user: Mapping[str, str] = field(default_factory=dict)
+    liger_flags: Mapping[str, bool] = MappingProxyType({})
+    set_by_user: Mapping[str, str] = MappingProxyType({})
     unknown: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Variable:
+class Variable(NamedTuple):
     """One row of the table. `name` ends in `_` where it is a prefix that stands for a family of variables."""
 
     name: str
@@ -149,11 +146,11 @@ def find(name: str) -> Variable | None:
     return None
 
 
-def nearest(name: str) -> str | None:
-    """The known variable whose name is most like `name`, if one is."""
-    known = [variable.shown_name for variable in TABLE]
-    matches = difflib.get_close_matches(name, known, n=1)
-    return matches[0] if matches else None
+def unknown_name(name: str) -> str:
+    """What to tell the user who has set `name`, which is in no row of the table."""
+    nearest = difflib.get_close_matches(name, [variable.shown_name for variable in TABLE], n=1)
+    hint = f"the nearest known one is {nearest[0]}" if nearest else "`python -m fusepatch env` lists the known ones"
+    return f"the variable {name} is set but means nothing to fusepatch, so it changes nothing; {hint}"
 
 
 def _parse(variable: Variable, name: str, text: str) -> Any:
