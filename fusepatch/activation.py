@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 import traceback
@@ -182,6 +181,8 @@ def _patch(id: str) -> Patch:
     for patch in PATCHES:
         if patch.id == id:
             return patch
+    import difflib  # here, since every training script imports this module
+
     known = [patch.id for patch in PATCHES]
     nearest = difflib.get_close_matches(id, known, n=1)
     hint = f"did you mean {nearest[0]}? " if nearest else ""
