@@ -148,6 +148,8 @@ def find(name: str) -> Variable | None:
 
 def unknown_name(name: str) -> str:
     """What to tell the user who has set `name`, which is in no row of the table."""
+    import difflib
+
     nearest = difflib.get_close_matches(name, [variable.shown_name for variable in TABLE], n=1)
     hint = f"the nearest known one is {nearest[0]}" if nearest else "`python -m fusepatch env` lists the known ones"
     return f"the variable {name} is set but means nothing to fusepatch, so it changes nothing; {hint}"

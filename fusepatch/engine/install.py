@@ -14,9 +14,8 @@ import os
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from fusepatch.engine import contract, holders, ledger
 from fusepatch.engine.patch import Handler, Site, Slot, Target
@@ -40,8 +39,7 @@ class ContractBrokenError(Exception):
         self.wanted = wanted
 
 
-@dataclass(frozen=True)
-class _Place:
+class _Place(NamedTuple):
     """One place that holds a function: an attribute of a module or class, or a value in a dictionary."""
 
     owner: Any
@@ -60,23 +58,22 @@ class _Place:
             setattr(self.owner, self.key, value)
 
 
-@dataclass(frozen=True)
-class _Link:
+class _Link(NamedTuple):
     patch: str
     handler: Handler
 
 
-@dataclass
 class _Installed:
     """A wrapped slot. `raw` is what `vars(owner)` held: a function, a static or class method, or nothing (inherited)."""
 
-    module: ModuleType
-    target: Target
-    raw: object
-    wrapper: object
-    places: list[_Place]
-    links: list[_Link] = field(default_factory=list)
-    chain: list[Callable[..., Any]] = field(default_factory=list)
+    def __init__(self, module: ModuleType, target: Target, raw: object, place: _Place) -> None:
+        self.module = module
+        self.target = target
+        self.raw = raw
+        self.wrapper: object = None
+        self.places = [place]
+        self.links: list[_Link] = []
+        self.chain: list[Callable[..., Any]] = []
 
     def relink(self) -> None:
         call = self.target.original
@@ -90,8 +87,7 @@ _slots: dict[tuple[int, str], _Installed] = {}
 """By owner and attribute. The owner's id stays its own, since `places` holds a reference to it."""
 
 
-@dataclass(frozen=True)
-class Applied:
+class Applied(NamedTuple):
     """What `install` did: the paths that were wrapped, the names rebound in other modules, those that were left."""
 
     slots: tuple[str, ...]
@@ -228,7 +224,7 @@ def _wrap(owner: Any, attribute: str, path: str, module: ModuleType, site: Site)
     raw = vars(owner).get(attribute, _MISSING)
     shape = raw if raw is not _MISSING else inspect.getattr_static(owner, attribute)
     original = _function(owner, attribute)
-    installed = _Installed(module, Target(module.__name__, path, original), raw, None, [_Place(owner, attribute)])
+    installed = _Installed(module, Target(module.__name__, path, original), raw, _Place(owner, attribute))
     _targets[installed.target.key] = installed.target
     wrapper = _wrapper(original, installed.chain)
     installed.wrapper = type(shape)(wrapper) if isinstance(shape, staticmethod | classmethod) else wrapper

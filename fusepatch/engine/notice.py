@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
 import sys
 from collections.abc import Mapping
@@ -23,6 +22,8 @@ def tell(level: int, text: str) -> None:
 
 def speaks(environ: Mapping[str, str]) -> bool:
     """Whether this process speaks: rank 0 of the training processes, and no daemonic worker (a data loader's)."""
+    import multiprocessing
+
     if multiprocessing.current_process().daemon:
         return False
     for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK"):

@@ -1,11 +1,13 @@
-"""What a patch declares, as data, and what can become of it."""
+"""What a patch declares, as data, and what can become of it.
+
+The data are NamedTuples: creating a frozen dataclass costs each import of this package six times as much.
+"""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 
 class Outcome(enum.Enum):
@@ -31,16 +33,14 @@ class Outcome(enum.Enum):
     """It was applied and has been taken out again."""
 
 
-@dataclass(frozen=True)
-class Upstream:
+class Upstream(NamedTuple):
     """A library that is patched: its import name, and every distribution that ships it (a nightly has another name)."""
 
     import_name: str
     distributions: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Contract:
+class Contract(NamedTuple):
     """The shape that a target must still have.
 
     `parameters` are names that must be accepted by keyword; `keywords` says that a `**` parameter is needed too.
@@ -50,8 +50,7 @@ class Contract:
     keywords: bool = False
 
 
-@dataclass(frozen=True)
-class Target:
+class Target(NamedTuple):
     """One wrapped slot as a handler sees it."""
 
     module: str
@@ -82,8 +81,7 @@ Handler = Callable[..., Any]
 """`handler(proceed, *args, **kwargs)`: a plain function; it returns what the caller of the slot gets."""
 
 
-@dataclass(frozen=True)
-class Slot:
+class Slot(NamedTuple):
     """A place in the module that is wrapped.
 
     `path` is dotted inside the module (`function`, `Class.method`); a `*` in it stands for every function defined in
@@ -95,8 +93,7 @@ class Slot:
     contract: Contract = Contract()
 
 
-@dataclass(frozen=True)
-class Site:
+class Site(NamedTuple):
     """The unit of patching: one defining module of one upstream. Its slots are installed together or not at all.
 
     `supported` and `tested` are version specifiers. Outside `supported` nothing is touched; inside it the contracts
@@ -113,8 +110,7 @@ class Site:
     rebind_holders: bool = True
 
 
-@dataclass(frozen=True)
-class Patch:
+class Patch(NamedTuple):
     """One promise. The texts are shown by `explain` and by the generated documentation."""
 
     id: str
@@ -129,8 +125,7 @@ class Patch:
     sites: tuple[Site, ...]
 
 
-@dataclass(frozen=True)
-class Reason:
+class Reason(NamedTuple):
     """Why an outcome is what it is: what was found, what was wanted, the consequence, and what the user can do."""
 
     found: str
@@ -149,16 +144,14 @@ class Reason:
         return "; ".join(parts)
 
 
-@dataclass(frozen=True)
-class Note:
+class Note(NamedTuple):
     """Something that happened during calls, and how often."""
 
     text: str
-    count: int
+    times: int
 
 
-@dataclass(frozen=True)
-class SiteRecord:
+class SiteRecord(NamedTuple):
     """What became of one site. `version` is the upstream's, where one could be found."""
 
     patch: str
@@ -173,8 +166,7 @@ class SiteRecord:
     traceback: str | None = None
 
 
-@dataclass(frozen=True)
-class PatchRecord:
+class PatchRecord(NamedTuple):
     """What became of one patch: the worst outcome among the sites whose library is there, and what its calls did."""
 
     id: str

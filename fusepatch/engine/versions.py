@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import os
 import sys
-from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 from fusepatch.engine.patch import Site, Upstream
 
+if TYPE_CHECKING:
+    import importlib.metadata
 
-@dataclass(frozen=True)
-class Found:
+
+class Found(NamedTuple):
     """An upstream as it is installed. `version` is None for a copy without metadata (a checkout on the path)."""
 
     distribution: str | None
@@ -28,6 +29,8 @@ def find(upstream: Upstream) -> Found | None:
 
     Where several distributions that ship the same import name are installed, the one installed last owns its files.
     """
+    import importlib.metadata
+
     distributions = []
     for name in upstream.distributions:
         try:
@@ -55,8 +58,7 @@ def _importable(import_name: str) -> bool:
     return importlib.util.find_spec(import_name) is not None
 
 
-@dataclass(frozen=True)
-class Gate:
+class Gate(NamedTuple):
     """What the site's version ranges say. An unknown version is inside `supported` and outside `tested`."""
 
     supported: bool

@@ -8,13 +8,12 @@ framework that called.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import sys
 from collections.abc import Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, field
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from fusepatch import settings
 from fusepatch.engine import ledger
@@ -38,21 +37,19 @@ OWN_FORWARD = ("verl", "trinity")
 hide it (verl-project/verl#2609, #1720)."""
 
 
-@dataclass(frozen=True)
-class Passed:
+class Passed(NamedTuple):
     """The flags of one call as they came: `None` counts as not passed."""
 
     flags: Mapping[str, bool]
     caller: str
-    automatic: Mapping[str, bool] = field(default_factory=dict)
+    automatic: Mapping[str, bool] = MappingProxyType({})
 
     @property
     def by_user(self) -> bool:
         return not is_below(self.caller, HARD_CODING)
 
 
-@dataclass(frozen=True)
-class Merge:
+class Merge(NamedTuple):
     """What one leaf call gets: the values to set, what was replaced, and what the environment could not have."""
 
     values: Mapping[str, bool]
@@ -60,14 +57,14 @@ class Merge:
     refused: tuple[str, ...]
 
 
-@dataclass
 class _Application:
     """One outermost application of Liger to a model, with the calls nested in it."""
 
-    passed: Passed
-    user_flags: frozenset[str]
-    leaves: list[str] = field(default_factory=list)
-    taken: set[str] = field(default_factory=set)
+    def __init__(self, passed: Passed) -> None:
+        self.passed = passed
+        self.user_flags = frozenset(passed.flags) if passed.by_user else frozenset()
+        self.leaves: list[str] = []
+        self.taken: set[str] = set()
 
 
 _application: ContextVar[_Application | None] = ContextVar("fusepatch_liger_application", default=None)
@@ -86,7 +83,7 @@ def dispatch(proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
         ledger.replaced(ID, f"{FUSED_LINEAR_CROSS_ENTROPY}: not passed -> False (automatic; called by {caller})")
     known = _all_flags()
     flags = {name: value for name, value in passed.items() if name in known}
-    application = _begin(Passed(flags, caller, automatic))
+    application = _Application(Passed(flags, caller, automatic))
     token = _application.set(application)
     try:
         ledger.count_call(ID)
@@ -117,7 +114,7 @@ def apply_to_model(proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
         passed = Passed(flags, outer.passed.caller, outer.passed.automatic)
     else:
         passed = Passed(flags, MODULE)
-    application = outer or _begin(passed)
+    application = outer or _Application(passed)
     defaults = _defaults(signature)
     merge = merge_flags(defaults, passed, settings.current().liger_flags, application.user_flags)
     application.leaves.append(name)
@@ -226,10 +223,6 @@ def _call(proceed: Proceed, bound: inspect.BoundArguments, merge: Merge, default
             )
 
 
-def _begin(passed: Passed) -> _Application:
-    return _Application(passed, frozenset(passed.flags) if passed.by_user else frozenset())
-
-
 def _flags_in(arguments: Mapping[str, Any], signature: inspect.Signature) -> dict[str, bool]:
     flags = _defaults(signature)
     return {name: value for name, value in arguments.items() if name in flags and value is not None}
@@ -268,6 +261,8 @@ def _report_not_taken(application: _Application) -> None:
                 f"as Liger makes it without that flag; unset the variable for this model",
             )
         else:
+            import difflib
+
             nearest = difflib.get_close_matches(flag, known, n=1)
             hint = f"did you mean {_variable(nearest[0])}?" if nearest else f"known are {', '.join(sorted(known))}"
             ledger.refused(
