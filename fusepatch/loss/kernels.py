@@ -1,0 +1,331 @@
+"""Triton kernels over one chunk of logits: log-sum-exp, target logit, and the gradient, written in place.
+
+Import this module only where Triton is wanted: ``fusepatch.loss.backend`` decides that at call time.
+
+One program handles one row and walks along it, so the number of rows is only the grid and nothing is recompiled when
+it changes. Row offsets are 64-bit. A row is read up to ``padded`` columns (a multiple of 64, at most the row stride), so
+that loads stay vectorised for any vocabulary size; columns past ``width`` count as logits of minus infinity.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from fusepatch.loss.logit_map import LogitMap
+
+# A later block may exceed the running pivot by this much before what was written is rescaled: exp(30) * 2**18 columns
+# is far inside the range that float32 and bfloat16 share.
+PIVOT_SLACK = tl.constexpr(30.0)
+
+
+@triton.jit
+def _softcapped(x, softcap):
+    # libdevice.tanh moved between Triton 3.0 and 3.2; this form is exact at both ends.
+    return softcap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * x / softcap)))
+
+
+@triton.jit
+def _to_logits(raw, logit_scale, softcap, inverse_temperature, HAS_SOFTCAP: tl.constexpr):
+    x = raw * logit_scale
+    if HAS_SOFTCAP:
+        x = _softcapped(x, softcap)
+    return x * inverse_temperature
+
+
+@triton.jit
+def _softcap_slope(raw, logit_scale, softcap):
+    ratio = _softcapped(raw * logit_scale, softcap) / softcap
+    return 1.0 - ratio * ratio
+
+
+@triton.jit
+def log_sum_exp_kernel(
+    logits,
+    logits_stride,
+    bias,
+    targets,
+    log_probabilities,
+    log_sum_exp,
+    width,
+    padded,
+    logit_scale,
+    softcap,
+    inverse_temperature,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    logits_row = logits + row * logits_stride
+    target = tl.load(targets + row)
+    known = (target >= 0) & (target < width)
+    target_raw = tl.load(logits_row + target, mask=known, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        target_raw += tl.load(bias + target, mask=known, other=0.0).to(tl.float32)
+    target_logit = _to_logits(target_raw, logit_scale, softcap, inverse_temperature, HAS_SOFTCAP)
+    target_logit = tl.where(known, target_logit, 0.0)
+
+    offsets = tl.arange(0, BLOCK)
+    # Finite, so that a block of minus infinities (a masked vocabulary entry) does not make inf - inf.
+    pivot = -1.0e30
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for start in range(0, padded, BLOCK):
+        columns = start + offsets
+        raw = tl.load(logits_row + columns, mask=columns < padded, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            raw += tl.load(bias + columns, mask=columns < width, other=0.0).to(tl.float32)
+        x = _to_logits(raw, logit_scale, softcap, inverse_temperature, HAS_SOFTCAP)
+        x = tl.where(columns < width, x, float("-inf"))
+        block_maximum = tl.max(x, axis=0)
+        if block_maximum > pivot + PIVOT_SLACK:
+            total = total * tl.exp(pivot - block_maximum)
+            pivot = block_maximum
+        total += tl.exp(x - pivot)
+    normaliser = pivot + tl.log(tl.sum(total, axis=0))
+    tl.store(log_sum_exp + row, normaliser)
+    tl.store(log_probabilities + row, target_logit - normaliser)
+
+
+@triton.jit
+def exponentials_kernel(
+    logits,
+    logits_stride,
+    gradients,
+    gradients_stride,
+    bias,
+    targets,
+    log_probabilities,
+    multiplier,
+    width,
+    padded,
+    logit_scale,
+    softcap,
+    inverse_temperature,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    OVERLAPPING: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    logits_row = logits + row * logits_stride
+    gradients_row = gradients + row * gradients_stride
+    target = tl.load(targets + row)
+    known = (target >= 0) & (target < width)
+    target_raw = tl.load(logits_row + target, mask=known, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        target_raw += tl.load(bias + target, mask=known, other=0.0).to(tl.float32)
+    target_logit = _to_logits(target_raw, logit_scale, softcap, inverse_temperature, HAS_SOFTCAP)
+    target_logit = tl.where(known, target_logit, 0.0)
+
+    offsets = tl.arange(0, BLOCK)
+    pivot = -1.0e30
+    others = tl.zeros([BLOCK], dtype=tl.float32)
+    for start in range(0, padded, BLOCK):
+        columns = start + offsets
+        raw = tl.load(logits_row + columns, mask=columns < padded, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            raw += tl.load(bias + columns, mask=columns < width, other=0.0).to(tl.float32)
+        x = _to_logits(raw, logit_scale, softcap, inverse_temperature, HAS_SOFTCAP)
+        x = tl.where(columns < width, x, float("-inf"))
+        block_maximum = tl.max(x, axis=0)
+        if block_maximum > pivot + PIVOT_SLACK:
+            factor = tl.exp(pivot - block_maximum)
+            others = others * factor
+            tl.debug_barrier()
+            for earlier in range(0, start, BLOCK):
+                written = tl.load(gradients_row + earlier + offsets).to(tl.float32)
+                tl.store(gradients_row + earlier + offsets, (written * factor).to(gradients.dtype.element_ty))
+            pivot = block_maximum
+        exponential = tl.exp(x - pivot)
+        # The target is left out of the sum: 1 - p of a confident token is the sum of the others, not a difference.
+        others += tl.where(columns == target, 0.0, exponential)
+        if HAS_SOFTCAP:
+            exponential *= _softcap_slope(raw, logit_scale, softcap)
+        if OVERLAPPING:
+            # A narrower gradient row overlays the first half of its logits: no warp may store before all have loaded.
+            tl.debug_barrier()
+        tl.store(gradients_row + columns, exponential.to(gradients.dtype.element_ty), mask=columns < padded)
+
+    rest = tl.sum(others, axis=0)
+    normaliser = rest + tl.where(known, tl.exp(target_logit - pivot), 0.0)
+    at_target = -rest
+    if HAS_SOFTCAP:
+        at_target *= _softcap_slope(target_raw, logit_scale, softcap)
+    # The block that covers the target was stored by other threads.
+    tl.debug_barrier()
+    tl.store(gradients_row + target, at_target.to(gradients.dtype.element_ty), mask=known)
+    tl.store(log_probabilities + row, target_logit - pivot - tl.log(normaliser))
+    tl.store(multiplier + row, -logit_scale * inverse_temperature / normaliser)
+
+
+@triton.jit
+def gradients_kernel(
+    logits,
+    logits_stride,
+    gradients,
+    gradients_stride,
+    bias,
+    targets,
+    log_sum_exp,
+    scale,
+    first_column,
+    width,
+    padded,
+    logit_scale,
+    softcap,
+    inverse_temperature,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    OVERLAPPING: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    logits_row = logits + row * logits_stride
+    gradients_row = gradients + row * gradients_stride
+    # A target outside this slice of the vocabulary matches none of its columns.
+    target = tl.load(targets + row) - first_column
+    normaliser = tl.load(log_sum_exp + row)
+    row_scale = 1.0
+    if HAS_SCALE:
+        row_scale = tl.load(scale + row)
+    offsets = tl.arange(0, BLOCK)
+    for start in range(0, padded, BLOCK):
+        columns = start + offsets
+        raw = tl.load(logits_row + columns, mask=columns < padded, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            raw += tl.load(bias + columns, mask=columns < width, other=0.0).to(tl.float32)
+        x = _to_logits(raw, logit_scale, softcap, inverse_temperature, HAS_SOFTCAP)
+        probability = tl.exp(x - normaliser)
+        gradient = tl.where((columns == target) & (columns < width), 1.0 - probability, -probability) * row_scale
+        if HAS_SOFTCAP:
+            gradient *= _softcap_slope(raw, logit_scale, softcap)
+        if OVERLAPPING:
+            tl.debug_barrier()
+        tl.store(gradients_row + columns, gradient.to(gradients.dtype.element_ty), mask=columns < padded)
+
+
+def _launch_settings(padded: int) -> dict[str, Any]:
+    block = min(BLOCK, triton.next_power_of_2(padded))
+    # Said aloud because the default of enable_fp_fusion changes in Triton 3.10, and 3.9 warns about it.
+    return {"BLOCK": block, "num_warps": max(1, min(NUM_WARPS, block // 256)), "enable_fp_fusion": True}
+
+
+BLOCK = 8192
+NUM_WARPS = 8
+
+
+def _padded_width(width: int, *row_strides: int) -> int:
+    return min(-(-width // 64) * 64, *row_strides)
+
+
+def _map_arguments(logit_map: LogitMap) -> tuple[float, float, float]:
+    cap = logit_map.final_logit_softcapping
+    return float(logit_map.logit_scale), float(cap or 1.0), 1.0 / float(logit_map.temperature)
+
+
+def _overlapping(logits: torch.Tensor, gradients: torch.Tensor) -> bool:
+    return logits.dtype != gradients.dtype and logits.data_ptr() == gradients.data_ptr()
+
+
+def log_sum_exp(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    bias: torch.Tensor | None,
+    logit_map: LogitMap,
+    log_probabilities: torch.Tensor,
+    normaliser: torch.Tensor,
+) -> None:
+    """See :func:`fusepatch.loss.steps.log_sum_exp`."""
+    rows, width = logits.shape
+    padded = _padded_width(width, logits.stride(0))
+    log_sum_exp_kernel[(rows,)](
+        logits,
+        logits.stride(0),
+        bias if bias is not None else logits,
+        targets,
+        log_probabilities,
+        normaliser,
+        width,
+        padded,
+        *_map_arguments(logit_map),
+        HAS_BIAS=bias is not None,
+        HAS_SOFTCAP=logit_map.final_logit_softcapping is not None,
+        **_launch_settings(padded),
+    )
+
+
+def exponentials(
+    logits: torch.Tensor,
+    gradients: torch.Tensor,
+    targets: torch.Tensor,
+    bias: torch.Tensor | None,
+    logit_map: LogitMap,
+    log_probabilities: torch.Tensor,
+    multiplier: torch.Tensor,
+) -> None:
+    """See :func:`fusepatch.loss.steps.exponentials`: one read of the logits, one write of the gradients."""
+    rows, width = logits.shape
+    if gradients.dtype == torch.float16:
+        # Exponentials relative to a pivot do not fit float16's range; probabilities do, at the price of a second read.
+        normaliser = torch.empty_like(log_probabilities)
+        log_sum_exp(logits, targets, bias, logit_map, log_probabilities, normaliser)
+        gradient_of_logits(logits, gradients, targets, bias, logit_map, normaliser, None, 0)
+        multiplier.fill_(logit_map.slope)
+        return
+    padded = _padded_width(width, logits.stride(0), gradients.stride(0))
+    exponentials_kernel[(rows,)](
+        logits,
+        logits.stride(0),
+        gradients,
+        gradients.stride(0),
+        bias if bias is not None else logits,
+        targets,
+        log_probabilities,
+        multiplier,
+        width,
+        padded,
+        *_map_arguments(logit_map),
+        HAS_BIAS=bias is not None,
+        HAS_SOFTCAP=logit_map.final_logit_softcapping is not None,
+        OVERLAPPING=_overlapping(logits, gradients),
+        **_launch_settings(padded),
+    )
+
+
+def gradient_of_logits(
+    logits: torch.Tensor,
+    gradients: torch.Tensor,
+    targets: torch.Tensor,
+    bias: torch.Tensor | None,
+    logit_map: LogitMap,
+    normaliser: torch.Tensor,
+    scale: torch.Tensor | None,
+    first_column: int,
+) -> None:
+    """See :func:`fusepatch.loss.steps.gradient_of_logits`."""
+    rows, width = logits.shape
+    padded = _padded_width(width, logits.stride(0), gradients.stride(0))
+    gradients_kernel[(rows,)](
+        logits,
+        logits.stride(0),
+        gradients,
+        gradients.stride(0),
+        bias if bias is not None else logits,
+        targets,
+        normaliser,
+        scale if scale is not None else normaliser,
+        first_column,
+        width,
+        padded,
+        *_map_arguments(logit_map),
+        HAS_BIAS=bias is not None,
+        HAS_SOFTCAP=logit_map.final_logit_softcapping is not None,
+        HAS_SCALE=scale is not None,
+        OVERLAPPING=_overlapping(logits, gradients),
+        **_launch_settings(padded),
+    )

@@ -1,0 +1,379 @@
+"""Passes of a linear head over chunks of rows: log-probabilities, and gradients given or found on the way.
+
+The gradient of a row's log-probability is that row's coefficient times a vector that does not depend on the
+coefficient. A factor of a row commutes with the product by the weight, so a pass may run before the coefficients are
+known: grad-hidden is scaled at the end, and grad-weight takes the coefficient with the row of hidden states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from fusepatch.loss import products
+from fusepatch.loss.backend import Backend, choose_backend
+from fusepatch.loss.chunks import COLUMN_MULTIPLE, MIB, LogitBuffer, RowPlan, logit_buffer, padded_columns, ranges, rows_within
+from fusepatch.loss.logit_map import LogitMap
+from fusepatch.loss.products import Precision
+from fusepatch.loss.rows import GradientRows, HiddenRows, gradient_rows
+
+# A group of rows shares one product for grad-weight, which reads and writes all of its float32 sum each time. The group
+# may take this many chunks' memory.
+GROUP_CHUNKS_LEAST = 2
+GROUP_CHUNKS_MOST = 4
+
+
+@dataclass(frozen=True)
+class Head:
+    """A linear head and how it is computed.
+
+    ``weight`` is [V, H] and ``bias`` [V] or None, in the caller's dtype. ``chunk_bytes`` bounds the logits held at once.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    logit_map: LogitMap
+    precision: Precision
+    backend: Backend
+    chunk_bytes: float
+
+    @property
+    def vocabulary(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def bytes_per_row(self) -> int:
+        return padded_columns(self.vocabulary) * self.precision.logits.itemsize
+
+    @property
+    def chunk_rows(self) -> int:
+        return rows_within(self.chunk_bytes, self.bytes_per_row)
+
+    @property
+    def group_rows(self) -> int:
+        """Rows of a group: what the cast of the float32 sum will need anyway, once the chunk's memory is free again."""
+        spare = self.weight.numel() * self.weight.element_size() - self.chunk_bytes
+        group_bytes = max(GROUP_CHUNKS_LEAST * self.chunk_bytes, min(spare, GROUP_CHUNKS_MOST * self.chunk_bytes))
+        rows = rows_within(group_bytes, padded_columns(self.vocabulary) * self.precision.gradients.itemsize)
+        return max(rows, self.chunk_rows)
+
+    def operand_weight(self) -> torch.Tensor:
+        """The weight as the products take it. A copy only where its dtype is not that of the hidden states."""
+        return self.weight if self.precision.widened else self.weight.to(self.precision.operand)
+
+    def buffer(self, rows: int, columns: int, gradients: torch.dtype | None) -> LogitBuffer:
+        return logit_buffer(
+            rows, columns, self.precision.logits, gradients, self.weight.device, self.backend.name == "triton"
+        )
+
+
+@dataclass(frozen=True)
+class LogProbabilities:
+    """``values`` [R]: log-probabilities of the plan's rows; ``log_sum_exp`` [R]: their normalisers."""
+
+    values: torch.Tensor
+    log_sum_exp: torch.Tensor
+
+
+def log_probability_pass(head: Head, hidden: HiddenRows, targets: torch.Tensor) -> LogProbabilities:
+    """One product per chunk. ``targets`` is int64 [R]."""
+    rows = hidden.plan.rows
+    values = torch.empty(rows, dtype=head.precision.sums, device=targets.device)
+    normaliser = torch.empty_like(values)
+    pieces = ranges(0, rows, head.chunk_rows)
+    if not pieces:
+        return LogProbabilities(values, normaliser)
+    weight = head.operand_weight()
+    buffer = head.buffer(pieces[0][1], head.vocabulary, None)
+    for start, stop in pieces:
+        logits = buffer.logits(stop - start, head.vocabulary)
+        products.logits_into(logits, hidden.take(start, stop), weight, head.precision)
+        head.backend.steps.log_sum_exp(
+            logits, targets[start:stop], head.bias, head.logit_map, values[start:stop], normaliser[start:stop]
+        )
+    return LogProbabilities(values, normaliser)
+
+
+@dataclass(frozen=True)
+class HiddenPass:
+    """``values`` [R]: log-probabilities. ``grad_hidden``: of their sum, each row still to be scaled by ``multiplier`` [R]."""
+
+    values: torch.Tensor
+    multiplier: torch.Tensor
+    grad_hidden: torch.Tensor
+
+
+def hidden_gradient_pass(head: Head, hidden: HiddenRows, targets: torch.Tensor) -> HiddenPass:
+    """Two products per chunk, log-probabilities and grad-hidden, with no coefficient known. Allocates no [V, H]."""
+    rows = hidden.plan.rows
+    values = torch.empty(rows, dtype=head.precision.sums, device=targets.device)
+    multiplier = torch.empty_like(values)
+    gradients = gradient_rows(hidden.hidden, hidden.plan)
+    pieces = ranges(0, rows, head.chunk_rows)
+    if pieces:
+        weight = head.operand_weight()
+        buffer = head.buffer(pieces[0][1], head.vocabulary, head.precision.gradients)
+        for start, stop in pieces:
+            written = buffer.gradients(stop - start, head.vocabulary)
+            _write_chunk(head, weight, hidden, targets, buffer, written, values, multiplier, start, stop)
+            out = gradients.out(start, stop)
+            products.hidden_gradient_into(out, written, weight, head.precision)
+            gradients.put(start, out)
+    return HiddenPass(values, multiplier, gradients.total)
+
+
+def _write_chunk(
+    head: Head,
+    weight: torch.Tensor,
+    hidden: HiddenRows,
+    targets: torch.Tensor,
+    buffer: LogitBuffer,
+    written: torch.Tensor,
+    values: torch.Tensor,
+    multiplier: torch.Tensor,
+    start: int,
+    stop: int,
+) -> None:
+    logits = buffer.logits(stop - start, head.vocabulary)
+    products.logits_into(logits, hidden.take(start, stop), weight, head.precision)
+    head.backend.steps.exponentials(
+        logits,
+        written,
+        targets[start:stop],
+        head.bias,
+        head.logit_map,
+        values[start:stop],
+        multiplier[start:stop],
+    )
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which gradients autograd asks for."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+
+    @property
+    def any(self) -> bool:
+        return self.hidden or self.weight or self.bias
+
+    @property
+    def parameters(self) -> bool:
+        return self.weight or self.bias
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Gradients in the dtypes and shapes of what they belong to, None where not wanted. grad_hidden is [B, T, H]."""
+
+    hidden: torch.Tensor | None
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+
+
+# Gives the coefficients, [stop - start], of rows [start, stop) of the plan; the log-probabilities of all rows up to
+# ``stop`` are known by then.
+CoefficientSource = Callable[[torch.Tensor, int, int], torch.Tensor]
+
+
+def coefficient_limit(head: Head, coefficients: torch.Tensor) -> torch.Tensor | None:
+    """The largest size of a coefficient, 0-dim, where float16 products need it; else None.
+
+    A coefficient is about one over the number of tokens: rows scaled by it would lose their digits in float16.
+    """
+    if head.precision.rows != torch.float16 or coefficients.numel() == 0:
+        return None
+    return coefficients.abs().amax().clamp(min=torch.finfo(torch.float32).tiny)
+
+
+def grouped_gradient_pass(
+    head: Head,
+    hidden: HiddenRows,
+    targets: torch.Tensor,
+    wanted: Wanted,
+    coefficients: CoefficientSource,
+    limit: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, Gradients]:
+    """One pass with parameter gradients: per group of rows, logits by chunks, then one product for each gradient.
+
+    Args:
+        coefficients: called once per group, with all log-probabilities found so far ([R]) and the group's range.
+        limit: from :func:`coefficient_limit` over all rows; None: taken from the first group where it is needed.
+
+    Returns:
+        the log-probabilities [R], and the gradients.
+    """
+    precision = head.precision
+    rows = hidden.plan.rows
+    device = targets.device
+    values = torch.empty(rows, dtype=precision.sums, device=device)
+    multiplier = torch.empty_like(values)
+    grad_hidden = gradient_rows(hidden.hidden, hidden.plan) if wanted.hidden else None
+    weight_sum: torch.Tensor | None = None
+    bias_sum = torch.zeros((1, head.vocabulary), dtype=precision.sums, device=device) if wanted.bias else None
+    groups = ranges(0, rows, head.group_rows)
+    if groups:
+        weight = head.operand_weight()
+        group_size = groups[0][1]
+        chunk_size = ranges(0, group_size, head.chunk_rows)[0][1]
+        stride = padded_columns(head.vocabulary)
+        shares_buffer = chunk_size == group_size
+        buffer = head.buffer(chunk_size, head.vocabulary, precision.gradients if shares_buffer else None)
+        group = None
+        if not shares_buffer:
+            group = torch.empty((group_size, stride), dtype=precision.gradients, device=device)
+        for start, stop in groups:
+            if group is None:
+                written = buffer.gradients(stop - start, head.vocabulary)
+            else:
+                written = group[: stop - start, : head.vocabulary]
+            for first, last in ranges(start, stop, chunk_size):
+                part = written[first - start : last - start]
+                _write_chunk(head, weight, hidden, targets, buffer, part, values, multiplier, first, last)
+            found = coefficients(values, start, stop)
+            scale = found * multiplier[start:stop]
+            if limit is None:
+                limit = coefficient_limit(head, found)
+            if grad_hidden is not None:
+                out = grad_hidden.out(start, stop)
+                products.hidden_gradient_into(out, written, weight, precision)
+                grad_hidden.put(start, out.mul_(scale.unsqueeze(-1)))
+            if limit is not None:
+                scale = scale / limit
+            if wanted.weight:
+                scaled = hidden.take(start, stop) * scale.unsqueeze(-1)
+                scaled = scaled.to(precision.rows)
+                if weight_sum is None:
+                    weight_sum = torch.empty(head.weight.shape, dtype=precision.sums, device=device)
+                    products.product_into(weight_sum, written.t(), scaled)
+                else:
+                    products.add_product(weight_sum, written.t(), scaled)
+                del scaled
+            if bias_sum is not None:
+                products.add_product(bias_sum, scale.to(precision.gradients).unsqueeze(0), written)
+        # Free before the cast, which needs memory of the weight's size.
+        del buffer, group, written, part, weight
+    return values, Gradients(
+        grad_hidden.total.view(hidden.hidden.shape) if grad_hidden is not None else None,
+        _finished(weight_sum, head.weight, limit) if wanted.weight else None,
+        _finished(bias_sum, head.bias, limit) if wanted.bias and head.bias is not None else None,
+    )
+
+
+def _finished(total: torch.Tensor | None, like: torch.Tensor, limit: torch.Tensor | None) -> torch.Tensor:
+    if total is None:
+        return torch.zeros_like(like)
+    if limit is not None:
+        total.mul_(limit)
+    return total.view(like.shape).to(like.dtype)
+
+
+def vocabulary_gradient_pass(
+    head: Head,
+    hidden: HiddenRows,
+    targets: torch.Tensor,
+    wanted: Wanted,
+    log_sum_exp: torch.Tensor,
+    coefficients: torch.Tensor,
+    limit: torch.Tensor | None = None,
+) -> Gradients:
+    """Gradients by slices of the vocabulary, all rows at once: no float32 [V, H] sum, one more product than one pass.
+
+    Args:
+        log_sum_exp, coefficients: [R], from a pass before this one and from the policy.
+        limit: from :func:`coefficient_limit`.
+    """
+    precision = head.precision
+    rows = hidden.plan.rows
+    device = targets.device
+    scale = coefficients * head.logit_map.slope
+    if limit is not None:
+        scale = scale / limit
+    sums = None
+    if wanted.hidden:
+        sums = torch.zeros((rows, hidden.hidden.shape[-1]), dtype=precision.sums, device=device)
+    grad_weight = torch.zeros_like(head.weight) if wanted.weight and not rows else None
+    if wanted.weight and rows:
+        grad_weight = torch.empty(head.weight.shape, dtype=head.weight.dtype, device=device)
+    grad_bias = torch.zeros(head.vocabulary, dtype=precision.sums, device=device) if wanted.bias else None
+    if rows:
+        states = hidden.take(0, rows)
+        fitting = int(head.chunk_bytes // (rows * precision.logits.itemsize)) // COLUMN_MULTIPLE * COLUMN_MULTIPLE
+        width = min(max(fitting, COLUMN_MULTIPLE), head.vocabulary)
+        buffer = head.buffer(rows, width, precision.gradients)
+        ones = torch.ones((1, rows), dtype=precision.gradients, device=device)
+        for part in products.slices(head.vocabulary, width):
+            weight = head.weight[part]
+            if not precision.widened:
+                weight = weight.to(precision.operand)
+            columns = weight.shape[0]
+            logits = buffer.logits(rows, columns)
+            written = buffer.gradients(rows, columns)
+            products.logits_into(logits, states, weight, precision)
+            head.backend.steps.gradient_of_logits(
+                logits,
+                written,
+                targets,
+                head.bias[part] if head.bias is not None else None,
+                head.logit_map,
+                log_sum_exp,
+                scale,
+                part.start,
+            )
+            if sums is not None:
+                products.add_hidden_gradient(sums, written, weight, precision)
+            if grad_weight is not None:
+                _slice_of_weight_gradient(grad_weight[part], written, states, limit)
+            if grad_bias is not None:
+                products.product_into(grad_bias[part].unsqueeze(0), ones, written)
+        del buffer, logits, written, states
+    grad_hidden = None
+    if sums is not None:
+        if limit is not None:
+            sums.mul_(limit)
+        if hidden.plan.index is None:
+            grad_hidden = sums.to(hidden.hidden.dtype).view(hidden.hidden.shape)
+        else:
+            collected: GradientRows = gradient_rows(hidden.hidden, hidden.plan)
+            collected.put(0, sums.to(hidden.hidden.dtype))
+            grad_hidden = collected.total.view(hidden.hidden.shape)
+    return Gradients(
+        grad_hidden,
+        grad_weight,
+        _finished(grad_bias, head.bias, limit) if wanted.bias and head.bias is not None else None,
+    )
+
+
+def _slice_of_weight_gradient(
+    out: torch.Tensor, written: torch.Tensor, states: torch.Tensor, limit: torch.Tensor | None
+) -> None:
+    if out.dtype == written.dtype and limit is None:
+        products.product_into(out, written.t(), states)
+        return
+    total = torch.empty(out.shape, dtype=torch.promote_types(torch.float32, written.dtype), device=out.device)
+    products.product_into(total, written.t(), states)
+    out.copy_(total if limit is None else total.mul_(limit))
+
+
+def make_head(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    logit_map: LogitMap,
+    backend: str,
+    chunk_mib: float,
+) -> Head:
+    """Choose precision and backend for these tensors under the current autocast state."""
+    precision = products.choose_precision(hidden)
+    return Head(
+        weight.detach(),
+        bias.detach() if bias is not None else None,
+        logit_map,
+        precision,
+        choose_backend(hidden.device, precision.operand, backend),
+        chunk_mib * MIB,
+    )

@@ -1,0 +1,132 @@
+"""The matrix products of a linear head and the dtypes that they run in.
+
+Every product is written into memory that the caller gives, in float32 where the operands are half precision and the
+hardware can, so that logits and sums are rounded once. On the CPU, which has no such product, half-precision operands
+are widened a slice of the vocabulary at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from fusepatch.loss.backend import float32_products_of_half
+
+HALF = (torch.float16, torch.bfloat16)
+WIDENED_SLICE = 4096
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Dtypes of one call.
+
+    operand: what hidden states and weight are rounded to before a product (autocast's dtype where autocast is on, else
+        the dtype of the hidden states, as Liger-Kernel 0.8 does).
+    rows: the dtype in which rows of hidden states reach the product; wider than ``operand`` where operands are widened.
+    logits: the dtype of the raw head output.
+    gradients: the dtype of its gradient, the operand of the products that follow.
+    sums: the dtype of log-probabilities, log-sum-exp and accumulated gradients.
+    """
+
+    operand: torch.dtype
+    rows: torch.dtype
+    logits: torch.dtype
+    gradients: torch.dtype
+    sums: torch.dtype
+
+    @property
+    def widened(self) -> bool:
+        return self.rows != self.operand
+
+
+def _autocast_dtype(device: torch.device) -> torch.dtype | None:
+    if hasattr(torch, "get_autocast_dtype"):
+        return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    # torch < 2.4
+    if device.type == "cuda":
+        return torch.get_autocast_gpu_dtype() if torch.is_autocast_enabled() else None
+    return torch.get_autocast_cpu_dtype() if torch.is_autocast_cpu_enabled() else None
+
+
+def choose_precision(hidden: torch.Tensor) -> Precision:
+    """The dtypes for a call with these hidden states under the current autocast state."""
+    operand = hidden.dtype
+    autocast = _autocast_dtype(hidden.device)
+    if autocast is not None and operand != torch.float64:
+        operand = autocast
+    if operand == torch.float64:
+        return Precision(operand, operand, operand, operand, operand)
+    if operand not in HALF:
+        return Precision(operand, operand, operand, operand, torch.float32)
+    if hidden.device.type != "cuda":
+        return Precision(operand, torch.float32, torch.float32, torch.float32, torch.float32)
+    logits = torch.float32 if float32_products_of_half(hidden.device) else operand
+    return Precision(operand, operand, logits, operand, torch.float32)
+
+
+def slices(columns: int, limit: int) -> Iterator[slice]:
+    for start in range(0, columns, limit):
+        yield slice(start, min(start + limit, columns))
+
+
+def product_into(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """``out = a @ b``. ``out`` may be wider than the operands, which share a dtype."""
+    # The out= forms are not autocast: the operands already have the dtype that autocast asks for.
+    if out.dtype == a.dtype:
+        torch.mm(a, b, out=out)
+    elif out.dtype == torch.float32 and float32_products_of_half(out.device):
+        torch.mm(a, b, out_dtype=torch.float32, out=out)  # type: ignore[call-overload]
+    else:
+        narrow = torch.empty(out.shape, dtype=a.dtype, device=out.device)
+        out.copy_(torch.mm(a, b, out=narrow))
+
+
+def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """``total += a @ b`` with ``total`` in float32 or in the operands' dtype."""
+    if total.dtype == a.dtype:
+        torch.addmm(total, a, b, out=total)
+    elif float32_products_of_half(total.device):
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)  # type: ignore[call-overload]
+    else:
+        # No product of half operands adds to float32 here; a slice at a time keeps the narrow copy small.
+        for part in slices(total.shape[0], WIDENED_SLICE):
+            narrow = torch.empty(total[part].shape, dtype=a.dtype, device=total.device)
+            total[part] += torch.mm(a[part], b, out=narrow)
+
+
+def logits_into(out: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor, precision: Precision) -> None:
+    """``out[R, V] = rows[R, H] @ weight[V, H].T``; the weight in any dtype where operands are widened."""
+    if not precision.widened:
+        product_into(out, rows, weight.t())
+        return
+    for part in slices(weight.shape[0], WIDENED_SLICE):
+        torch.mm(rows, _widened(weight[part], precision).t(), out=out[:, part])
+
+
+def hidden_gradient_into(
+    out: torch.Tensor, gradients: torch.Tensor, weight: torch.Tensor, precision: Precision
+) -> None:
+    """``out[R, H] = gradients[R, V] @ weight[V, H]``."""
+    if not precision.widened:
+        product_into(out, gradients, weight)
+        return
+    total = torch.zeros(out.shape, dtype=gradients.dtype, device=out.device)
+    add_hidden_gradient(total, gradients, weight, precision)
+    out.copy_(total)
+
+
+def add_hidden_gradient(
+    total: torch.Tensor, gradients: torch.Tensor, weight: torch.Tensor, precision: Precision
+) -> None:
+    """``total[R, H] += gradients[R, V] @ weight[V, H]``."""
+    if not precision.widened:
+        add_product(total, gradients, weight)
+        return
+    for part in slices(weight.shape[0], WIDENED_SLICE):
+        torch.addmm(total, gradients[:, part], _widened(weight[part], precision), out=total)
+
+
+def _widened(weight: torch.Tensor, precision: Precision) -> torch.Tensor:
+    return weight.to(precision.operand).to(precision.rows)

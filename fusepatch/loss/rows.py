@@ -1,0 +1,62 @@
+"""Reads rows of hidden states and writes rows of their gradient, without copying what is not needed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fusepatch.loss.chunks import RowPlan
+from fusepatch.loss.products import Precision
+
+
+@dataclass(frozen=True)
+class HiddenRows:
+    """The plan's rows of ``hidden`` [B, T, H], which may have any strides."""
+
+    hidden: torch.Tensor
+    plan: RowPlan
+    precision: Precision
+
+    def take(self, start: int, stop: int) -> torch.Tensor:
+        """Rows [start, stop) of the plan, [R, H] in ``precision.rows``: a view where nothing has to move."""
+        batch, length, width = self.hidden.shape
+        stride = self.hidden.stride()
+        flat = batch == 1 or length == 1 or stride[0] == length * stride[1]
+        if flat:
+            view = self.hidden.as_strided((batch * length, width), (stride[1] if length > 1 else stride[0], stride[2]))
+            if self.plan.index is None:
+                rows = view[start:stop]
+            else:
+                rows = view.index_select(0, self.plan.index[start:stop])
+        else:
+            positions = self.plan.positions(start, stop, self.hidden.device)
+            rows = self.hidden[positions // length, positions % length]
+        # Two steps: autocast's rounding happens also where the product then runs in a wider dtype.
+        rows = rows.to(self.precision.operand).to(self.precision.rows)
+        return rows if rows.stride(1) == 1 or width == 1 else rows.contiguous()
+
+
+@dataclass(frozen=True)
+class GradientRows:
+    """Collects rows of a gradient with the shape and dtype of ``hidden``; rows outside the plan are zero."""
+
+    total: torch.Tensor
+    plan: RowPlan
+
+    def out(self, start: int, stop: int) -> torch.Tensor:
+        """Memory for rows [start, stop) of the plan, to be given to :meth:`put` once written."""
+        if self.plan.index is None:
+            return self.total[start:stop]
+        return self.total.new_empty((stop - start, self.total.shape[1]))
+
+    def put(self, start: int, rows: torch.Tensor) -> None:
+        if self.plan.index is not None:
+            self.total.index_copy_(0, self.plan.index[start : start + rows.shape[0]], rows)
+
+
+def gradient_rows(hidden: torch.Tensor, plan: RowPlan) -> GradientRows:
+    """Allocate a contiguous gradient for ``hidden`` [B, T, H]."""
+    batch, length, width = hidden.shape
+    make = torch.empty if plan.index is None else torch.zeros
+    return GradientRows(make((batch * length, width), dtype=hidden.dtype, device=hidden.device), plan)
