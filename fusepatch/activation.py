@@ -141,12 +141,9 @@ def _page(patch: Patch, record: PatchRecord, read: settings.Settings, where: str
     lines += [f"  - {change}" for change in patch.changes]
     lines += ["", "Known limits:", *(f"  - {limit}" for limit in patch.limits)]
     lines += ["", "Variables:", *(f"  {line}" for line in _variables(patch, read))]
-    lines += ["", f"Upstream: {', '.join(patch.upstream)}", f"Fixed in: {patch.fixed_in}"]
-    lines += [
-        f"Can be removed when: {patch.remove_when}",
-        "",
-        f"{where}: {record.outcome.value}: {record.reason}",
-    ]
+    lines += ["", "Upstream:", *(f"  - {link}" for link in patch.upstream)]
+    lines += ["", f"Fixed in: {patch.fixed_in}", f"Can be removed when: {patch.remove_when}"]
+    lines += ["", f"{where}: {record.outcome.value}"]
     for site in record.sites:
         lines.append(f"  {site.module}: {describe_site(site)}")
     lines += [f"  replaced {note.times}x: {note.text}" for note in record.replaced]
@@ -185,8 +182,8 @@ def _patch(id: str) -> Patch:
 
     known = [patch.id for patch in PATCHES]
     nearest = difflib.get_close_matches(id, known, n=1)
-    hint = f"did you mean {nearest[0]}? " if nearest else ""
-    raise UnknownPatchError(f"there is no patch {id!r}; {hint}The patches are {', '.join(known)}")
+    hint = f"; the nearest is {nearest[0]}" if nearest else ""
+    raise UnknownPatchError(f"there is no patch {id!r}{hint}. The patches are {', '.join(known)}.")
 
 
 def _ids_to_disable(read: settings.Settings) -> frozenset[str]:

@@ -36,7 +36,10 @@ def broken_in_source(site: Site) -> str | None:
         return f"there is no module {site.module}"
     if not path.exists():
         return None
-    tree = ast.parse(path.read_bytes())
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):
+        return None  # importing it will say why
     functions = dict(_functions(tree))
     classes = {statement.name for statement in tree.body if isinstance(statement, ast.ClassDef)}
     for slot in site.slots:

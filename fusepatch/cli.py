@@ -1,0 +1,386 @@
+"""The command line: `python -m fusepatch`, and the `fusepatch` script.
+
+The package does not activate itself in this process (see `fusepatch/__init__.py`): only `check` does, by its own call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+import fusepatch
+from fusepatch import activation, settings, terminal
+from fusepatch.engine import ledger
+from fusepatch.engine.patch import Outcome, PatchRecord, Reason, SiteRecord
+from fusepatch.errors import FusepatchError, SettingError
+
+USAGE = 2
+"""Exit status for a wrong argument, an unknown patch id, a variable whose value cannot be read."""
+REQUIRED = 8
+"""Exit status of `check --require` where a required patch is not applied."""
+REFUSED = 125
+"""Exit status of `run` where the program was not started; the usual one of commands that start others."""
+
+CHECK_STATUS = {
+    Outcome.APPLIED: 0,
+    Outcome.DISABLED: 0,
+    Outcome.ABSENT: 3,
+    Outcome.GATED: 4,
+    Outcome.DRIFTED: 5,
+    Outcome.SHADOWED: 6,
+    Outcome.PENDING: 7,
+    Outcome.FAILED: 7,
+}
+"""Exit status of `check` by the outcome of a patch; of several patches the highest one counts."""
+
+_STATUS_HELP = """\
+Prints, for each place that a patch changes, what a fresh process with this
+environment would do. Reads package metadata and source files; imports nothing
+and changes nothing.
+
+exit status: 0; 2 where a FUSEPATCH_* value cannot be read
+"""
+
+_JSON_HELP = """
+--json prints a list with one object per patch, with the keys
+  id, outcome, reason   the patch's, which are those of its worst site
+  sites                 a list of objects: patch, upstream, module, version,
+                        outcome, reason (an object: found, wanted,
+                        consequence, action), flags, holders, slots, traceback
+  calls                 how many calls went through the patch
+  replaced, fallbacks   lists of objects: text, times
+An outcome is one of DISABLED, ABSENT, PENDING, GATED, DRIFTED, APPLIED,
+SHADOWED, FAILED, REMOVED; PENDING means: would be applied.
+"""
+
+_CHECK_HELP = """\
+Imports every installed library that a patch changes, applies the patches for
+real, and says what became of them. Trains nothing, needs no GPU.
+
+exit status (of several, the highest):
+  0  every patch is applied, or switched off by you
+  2  wrong arguments, or a FUSEPATCH_* value that cannot be read
+  3  ABSENT: a library, or the target in it, is not there
+  4  GATED: a library's version is outside the supported range
+  5  DRIFTED: a target has another shape than the patch was written for
+  6  SHADOWED: something else replaced a target afterwards
+  7  FAILED: applying a patch raised, or importing a library did
+  8  a patch named by --require is not applied
+With --require only the patches that it names count: 0 or 8.
+"""
+
+_RUN_HELP = """\
+Starts a program with the patches switched on, in it and in its child
+processes, without an import in its code: sets FUSEPATCH=1 and becomes
+`python ARGUMENTS`. Everything after `run` is the interpreter's own: options
+(-u, -W error, -X dev), then a script, -m MODULE or -c CODE, then arguments.
+With FUSEPATCH=0 in the environment the program runs unpatched.
+
+exit status: the program's own; 125 where it was not started (the start-up
+file is not installed in this interpreter, or a FUSEPATCH_* value cannot be
+read)
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status; `run` does not return, since it becomes the program that it starts."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    parser = _parser()
+    try:
+        if given[:1] == ["run"] and given[1:2] not in ([], ["-h"], ["--help"]):
+            return _run(given[1:])
+        options = parser.parse_args(given)
+        if options.command is None:
+            parser.print_help()
+            return USAGE
+        status = int(options.function(options))
+        sys.stdout.flush()
+    except FusepatchError as error:
+        return _complain(str(error), USAGE)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        return 1
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    program = "fusepatch" if os.path.basename(sys.argv[0]) == "fusepatch" else "python -m fusepatch"
+    parser = argparse.ArgumentParser(
+        prog=program,
+        description="Version-gated patches for the post-training stack that is installed.",
+        epilog=f"`{program} COMMAND --help` says more.",
+    )
+    parser.add_argument("--version", action="version", version=f"fusepatch {fusepatch.__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+
+    def add(
+        name: str, function: Callable[[argparse.Namespace], int], summary: str, text: str, usage: str | None = None
+    ) -> argparse.ArgumentParser:
+        command = commands.add_parser(
+            name,
+            help=summary,
+            description=text,
+            usage=usage,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.set_defaults(function=function)
+        return command
+
+    status = add("status", _status, "what a fresh process would patch, and why", _STATUS_HELP + _JSON_HELP)
+    status.add_argument("--json", action="store_true", help="print the records as JSON")
+    check = add("check", _check, "import the libraries, apply the patches, report", _CHECK_HELP + _JSON_HELP)
+    check.add_argument("--require", metavar="ID,...", type=_ids, default=(), help="patches that must be applied")
+    check.add_argument("--json", action="store_true", help="print the records as JSON")
+    explain = add("explain", _explain, "one patch: why, what it changes, its variables", "Explains one patch.\n")
+    explain.add_argument("id", metavar="ID", help="the patch, as `status` names it")
+    add(
+        "env",
+        _env,
+        "every variable, its value, and where that came from",
+        "Prints every FUSEPATCH_* variable.\n\nexit status: 0; 2 where a value cannot be read\n",
+    )
+    add(
+        "run",
+        lambda options: parser.error("run needs a script, -m MODULE or -c CODE"),
+        "start a program with the patches switched on",
+        _RUN_HELP,
+        usage=f"{program} run [PYTHON OPTIONS] [-m MODULE | -c CODE | SCRIPT] [ARGUMENTS]",
+    )
+    return parser
+
+
+def _ids(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _status(options: argparse.Namespace) -> int:
+    records = activation.planned(os.environ)
+    for name in settings.read(os.environ).unknown:
+        _complain(settings.unknown_name(name), 0)
+    if options.json:
+        _print_json(records)
+    else:
+        print(f"{_this_process()}: what a fresh process would do\n")
+        _print_records(records)
+        print(
+            "\n" + terminal.wrap("`explain ID` says more of a patch, `check` applies them for real.", terminal.width())
+        )
+    return 0
+
+
+def _check(options: argparse.Namespace) -> int:
+    for required in options.require:
+        activation.explain(required)  # an unknown id stops here
+    records = activation.planned(os.environ)
+    if settings.read(os.environ).switch is not False:
+        activation.activate()
+        _import_upstreams(records)
+        records = activation.status()
+    missing = [record for record in records if record.id in options.require and record.outcome is not Outcome.APPLIED]
+    if options.require:
+        status = REQUIRED if missing else 0
+    else:
+        status = max(CHECK_STATUS[record.outcome] for record in records)
+    if options.json:
+        _print_json(records)
+    else:
+        print(f"{_this_process()}: what was applied here\n")
+        _print_records(records)
+        print("\n" + terminal.wrap(f"exit status {status}: {_verdict(status, records, missing)}", terminal.width()))
+    return status
+
+
+def _verdict(status: int, records: Sequence[PatchRecord], missing: Sequence[PatchRecord]) -> str:
+    if missing:
+        return f"required, but not applied: {', '.join(record.id for record in missing)}"
+    if status == 0:
+        return "every patch that counts is applied or switched off by you"
+    return ", ".join(f"{record.id} is {record.outcome.value}" for record in records if CHECK_STATUS[record.outcome])
+
+
+def _import_upstreams(planned: Sequence[PatchRecord]) -> None:
+    """Import the module of every site that can be applied; an import that raises becomes the site's record."""
+    for site in [site for record in planned for site in record.sites]:
+        if site.outcome not in (Outcome.PENDING, Outcome.DRIFTED):
+            continue
+        try:
+            with contextlib.redirect_stdout(sys.stderr):  # stdout is for the report
+                importlib.import_module(site.module)
+        except (Exception, SystemExit) as error:
+            ledger.record(_import_failure(site, error))
+
+
+def _import_failure(site: SiteRecord, error: BaseException) -> SiteRecord:
+    text = " ".join(str(error).split())
+    reason = Reason(
+        f"importing it raised {type(error).__name__}: {text}"
+        if text
+        else f"importing it raised {type(error).__name__}",
+        consequence="a program that imports it stops there, with or without fusepatch",
+        action=f"make `python -c 'import {site.module}'` work",
+    )
+    return site._replace(outcome=Outcome.FAILED, reason=reason, traceback=traceback.format_exc())
+
+
+def _explain(options: argparse.Namespace) -> int:
+    print(terminal.wrap(activation.explain_planned(options.id, os.environ), terminal.width()))
+    return 0
+
+
+def _env(options: argparse.Namespace) -> int:
+    columns = terminal.width()
+    names = [name for name in sorted(os.environ) if name == "FUSEPATCH" or name.startswith("FUSEPATCH_")]
+    problems = {name: problem for name in names if (problem := _problem({name: os.environ[name]}))}
+    for variable in settings.TABLE:
+        print(variable.shown_name)
+        own = [name for name in names if settings.find(name) is variable]
+        for number, text in enumerate(_values(variable, own, problems)):
+            print(terminal.labelled("value" if number == 0 else "", text, columns))
+        for label, text in (
+            ("accepted", variable.values),
+            ("meaning", variable.meaning),
+            ("read by", variable.read_by),
+        ):
+            print(terminal.labelled(label, text.replace("`", ""), columns))
+        print()
+    for name in names:
+        if settings.find(name) is None:
+            print(terminal.wrap(settings.unknown_name(name), columns) + "\n")
+    together = [] if problems else [_problem(os.environ)]
+    wrong = [problem for problem in (*problems.values(), *together) if problem]
+    for problem in wrong:
+        _complain(problem, USAGE)
+    return USAGE if wrong else 0
+
+
+def _values(variable: settings.Variable, names: Sequence[str], problems: Mapping[str, str]) -> Iterator[str]:
+    if not names:
+        yield f"not set (default: {variable.default.replace('`', '').removeprefix('unset: ')})"
+    for name in names:
+        text = os.environ[name].strip()
+        shown = f"{name}={text}" if variable.is_family else text
+        source = "from the environment"
+        if (name, text) == (activation.SWITCH, "1"):
+            source += ": set by you, or exported by an active process that started this one"
+        if not text:
+            yield f"{shown}(empty, which counts as not set; {source})"
+        elif name in problems:
+            yield f"{shown} CANNOT BE READ ({source})"
+        else:
+            yield f"{shown} ({source})"
+
+
+def _problem(environ: Mapping[str, str]) -> str | None:
+    try:
+        activation.read_settings(environ)
+    except SettingError as error:
+        return str(error)
+    return None
+
+
+def _run(arguments: list[str]) -> int:
+    """Become `python ARGUMENTS` with the patches switched on; returns only where that is refused."""
+    problem = _problem(os.environ)
+    if problem is not None:
+        return _complain(f"{problem} The program was not started.", REFUSED)
+    own = _own_interpreter_options()
+    if settings.read(os.environ).switch is False:
+        _complain("FUSEPATCH=0 is set, so the program runs unpatched; unset it to have the patches", 0)
+        _become_python([*own, *arguments], dict(os.environ))
+    options = [*own, *_interpreter_options(arguments)]
+    if _startup_is_installed(options):
+        _become_python([*own, *arguments], {**os.environ, activation.SWITCH: "1"})
+    return _complain(
+        f"{' '.join([sys.executable, *options])} does not read fusepatch's start-up file, so `run` would switch nothing on: "
+        f"fusepatch.pth and fusepatch_startup.py must lie in its site-packages (a checkout on PYTHONPATH does not put them "
+        f"there, and -S keeps them out). The program was not started. Install fusepatch there with pip, or write "
+        f"`import fusepatch` at the top of the program.",
+        REFUSED,
+    )
+
+
+def _become_python(arguments: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(sys.executable, [sys.executable, *arguments], environ)
+
+
+def _own_interpreter_options() -> list[str]:
+    """The options that this interpreter was started with: `-u` of `python -u -m fusepatch run ...`."""
+    words = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]
+    return _interpreter_options(words)
+
+
+def _interpreter_options(words: Sequence[str]) -> list[str]:
+    """The interpreter's options at the head of its command line, up to the script, `-m`, `-c` or `-`."""
+    options: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        if not word.startswith("-") or word in ("-", "-c", "-m"):
+            break
+        letters = word[1:]
+        ends = min((letters.find(letter) for letter in "cm" if letter in letters), default=-1)
+        takes_value = min((letters.find(letter) for letter in "WX" if letter in letters), default=-1)
+        if not word.startswith("--") and ends >= 0 and not 0 <= takes_value < ends:
+            options.extend([f"-{letters[:ends]}"] if ends else [])
+            break
+        options.append(word)
+        if word == "--check-hash-based-pycs" or (takes_value >= 0 and takes_value == len(letters) - 1):
+            options.extend([value] if (value := next(rest, None)) is not None else [])
+    return options
+
+
+def _startup_is_installed(options: Sequence[str]) -> bool:
+    """Ask an interpreter with these options whether it has read the start-up file and would find the package."""
+    probe = "import sys, importlib.util as u; sys.exit('fusepatch_startup' not in sys.modules or not u.find_spec('fusepatch'))"
+    asked = subprocess.run(
+        [sys.executable, *options, "-c", probe],
+        env={**os.environ, activation.SWITCH: "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        check=False,
+    )
+    return asked.returncode == 0
+
+
+def _print_records(records: Sequence[PatchRecord]) -> None:
+    rows = []
+    for record in records:
+        for number, site in enumerate(record.sites):
+            outcome = "would apply" if site.outcome is Outcome.PENDING else site.outcome.value
+            if site.flags:
+                outcome += f" ({', '.join(site.flags)})"
+            patch = record.id if number == 0 else ""
+            rows.append((patch, site.module, site.version or "", outcome, str(site.reason)))
+    terminal.print_table(("patch", "module", "version", "outcome", "why"), rows, terminal.width())
+
+
+def _print_json(records: Sequence[PatchRecord]) -> None:
+    print(json.dumps([_as_data(record) for record in records], indent=2))
+
+
+def _as_data(record: PatchRecord) -> dict[str, Any]:
+    sites = [
+        {**site._asdict(), "outcome": site.outcome.value, "reason": site.reason._asdict()} for site in record.sites
+    ]
+    notes = {name: [note._asdict() for note in getattr(record, name)] for name in ("replaced", "fallbacks")}
+    return {**record._asdict(), "outcome": record.outcome.value, "sites": sites, **notes}
+
+
+def _this_process() -> str:
+    return f"fusepatch {fusepatch.__version__}, Python {platform.python_version()}"
+
+
+def _complain(text: str, status: int) -> int:
+    print(terminal.wrap(f"fusepatch: {text}", terminal.width()), file=sys.stderr)
+    return status
