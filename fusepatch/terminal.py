@@ -80,10 +80,10 @@ def _widths(headings: Sequence[str], rows: Sequence[Sequence[str]], columns: int
 
 
 def _fold(text: str, columns: int) -> list[str]:
-    """Break at blanks; a word that is too long also after its dots and slashes, and anywhere if it must be."""
+    """Break at blanks; a word that is too long also after a dot, slash or underscore, and anywhere if it must be."""
     lines = [""]
     for word in text.split():
-        pieces = [word] if len(word) <= columns else re.findall(r"[^./]*[./]+|[^./]+", word)
+        pieces = [word] if len(word) <= columns else re.findall(r"[^._/]*[._/]+|[^._/]+", word)
         for number, piece in enumerate(pieces):
             gap = " " if number == 0 and lines[-1] else ""
             if len(lines[-1]) + len(gap) + len(piece) <= columns:
