@@ -19,6 +19,10 @@ class Settings(NamedTuple):
     strict: bool = False
     disable: tuple[str, ...] = ()
     liger_flags: Mapping[str, bool] = MappingProxyType({})
+    optimizer_fused: bool | str | None = None
+    optimizer_foreach: bool | None = None
+    optimizer_eps: float | None = None
+    optimizer_scope: str = "frameworks"
     set_by_user: Mapping[str, str] = MappingProxyType({})
     unknown: tuple[str, ...] = ()
 
@@ -47,6 +51,27 @@ def _switch(text: str) -> bool:
     if text not in ("0", "1"):
         raise ValueError
     return text == "1"
+
+
+def _auto_switch(text: str) -> bool | str:
+    return text if text in ("auto", "keep") else _switch(text)
+
+
+def _kept_switch(text: str) -> bool | None:
+    return None if text == "keep" else _switch(text)
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise ValueError
+    return value
+
+
+def _scope(text: str) -> str:
+    if text not in ("frameworks", "all"):
+        raise ValueError
+    return text
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -93,6 +118,47 @@ TABLE: tuple[Variable, ...] = (
         "the installed Liger has. Checked at the call. CROSS_ENTROPY=1 implies FUSED_LINEAR_CROSS_ENTROPY=0.",
         read_by="`liger.instance_flags`",
         parse=_switch,
+    ),
+    Variable(
+        name="FUSEPATCH_OPTIMIZER_FUSED",
+        field="optimizer_fused",
+        values="`auto`, `0`, `1`, `keep`",
+        default="`auto`",
+        meaning="`fused` of the optimizers that frameworks construct. `auto` sets it where nobody said otherwise and class, "
+        "device, dtype and mesh allow it. `1` sets it wherever it can run, over what a framework hard-codes; where it cannot "
+        "run, one warning says why. `0` takes a framework's `fused=True` away, which leaves torch's own default (multi-tensor "
+        "on accelerators). `keep` leaves the argument alone.",
+        read_by="`optimizer.flags`",
+        parse=_auto_switch,
+    ),
+    Variable(
+        name="FUSEPATCH_OPTIMIZER_FOREACH",
+        field="optimizer_foreach",
+        values="`0`, `1`, `keep`",
+        default="`keep`",
+        meaning="`foreach`, the multi-tensor form, of the same optimizers. `1` excludes `fused`, so a framework's or the "
+        "automatic `fused=True` gives way to it; `0` only forbids the multi-tensor form.",
+        read_by="`optimizer.flags`",
+        parse=_kept_switch,
+    ),
+    Variable(
+        name="FUSEPATCH_OPTIMIZER_EPS",
+        field="optimizer_eps",
+        values="a finite number > 0",
+        default="unset: as the framework passes it",
+        meaning="`eps` of the same optimizers, in every param group, over a framework's default.",
+        read_by="`optimizer.flags`",
+        parse=_positive,
+    ),
+    Variable(
+        name="FUSEPATCH_OPTIMIZER_SCOPE",
+        field="optimizer_scope",
+        values="`frameworks`, `all`",
+        default="`frameworks`",
+        meaning="Whose optimizers the `FUSEPATCH_OPTIMIZER_*` variables and the automatic rule reach: those that a framework "
+        "constructs, or user code's own too (what that code passes still stands).",
+        read_by="`optimizer.flags`",
+        parse=_scope,
     ),
 )
 
@@ -172,4 +238,9 @@ def _check(settings: Settings) -> None:
         raise SettingError(
             "FUSEPATCH_LIGER_CROSS_ENTROPY=1 and FUSEPATCH_LIGER_FUSED_LINEAR_CROSS_ENTROPY=1 contradict each other: "
             "Liger computes the loss in one of the two ways. Nothing was patched; set one of them to 0 or unset it."
+        )
+    if settings.optimizer_fused is True and settings.optimizer_foreach:
+        raise SettingError(
+            "FUSEPATCH_OPTIMIZER_FUSED=1 and FUSEPATCH_OPTIMIZER_FOREACH=1 contradict each other: an optimizer of torch runs "
+            "in one of the two forms. Nothing was patched; set one of them to 0 or unset it."
         )

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from fusepatch.engine.patch import Patch
-from fusepatch.patches import liger_instance_flags
+from fusepatch.patches import liger_instance_flags, optimizer_flags
 
-PATCHES: tuple[Patch, ...] = (liger_instance_flags.PATCH,)
+PATCHES: tuple[Patch, ...] = (liger_instance_flags.PATCH, optimizer_flags.PATCH)

@@ -5,3 +5,4 @@ from __future__ import annotations
 from fusepatch.engine.patch import Upstream
 
 LIGER = Upstream("liger_kernel", ("liger-kernel", "liger-kernel-nightly"))
+TORCH = Upstream("torch", ("torch",))
