@@ -15,6 +15,8 @@ def find(originals: Iterable[object], outside: ModuleType) -> Mapping[int, tuple
     """
     wanted = {id(original) for original in originals}
     found: dict[int, list[tuple[ModuleType, str]]] = {identity: [] for identity in wanted}
+    if not wanted:
+        return {}
     for module in list(sys.modules.values()):
         if not isinstance(module, ModuleType) or module is outside:
             continue

@@ -298,7 +298,13 @@ def _record_broken_handler(patch: str, key: str) -> None:
 
 
 def _rebind(done: list[_Installed], module: ModuleType, allowed: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    functions = {id(installed.raw): installed for installed in done if isinstance(installed.raw, FunctionType)}
+    # A method is reached through its class, which keeps its identity: nobody holds the function, and a site with many
+    # methods would pay for the search each time.
+    functions = {
+        id(installed.raw): installed
+        for installed in done
+        if isinstance(installed.raw, FunctionType) and not isinstance(installed.places[0].owner, type)
+    }
     found = holders.find((installed.raw for installed in functions.values()), outside=module)
     rebound: list[str] = []
     left: list[str] = []

@@ -39,7 +39,8 @@ def find(upstream: Upstream) -> Found | None:
             continue
     if distributions:
         owner = max(distributions, key=_installed_at)
-        return Found(owner.metadata["Name"], owner.version)
+        metadata = owner.metadata  # parsed anew at every access
+        return Found(metadata["Name"], metadata["Version"])
     if not _importable(upstream.import_name):
         return None
     module = sys.modules.get(upstream.import_name)
