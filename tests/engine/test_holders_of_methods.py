@@ -27,8 +27,3 @@ def test_a_late_method_is_wrapped_without_a_search(
     assert applied.slots == ("Model.forward",)
     assert module.Model(1).forward(1) == 102, "the wrapped method is in force"
     assert searched == []
-
-
-def test_nothing_wanted_needs_no_pass_over_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(holders.sys, "modules", None)  # a pass would fail
-    assert holders.find([], outside=holders) == {}
