@@ -1,0 +1,376 @@
+"""How processes that nobody wrote an import into are switched on: the `.pth` file and `fusepatch_startup`.
+
+`trl` is the upstream that these tests import: it is one of the triggers, and the quickest.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import textwrap
+import zipfile
+from pathlib import Path
+
+import fusepatch_startup
+import pytest
+from helpers import fresh, run
+
+from fusepatch.patches import PATCHES
+
+REPOSITORY = Path(__file__).parents[1]
+SITE_PACKAGES = Path(sysconfig.get_path("purelib"))
+SCRIPTS = Path(sysconfig.get_path("scripts"))
+
+SEEN = """
+import os, sys
+started = "fusepatch_startup" in sys.modules
+before = "fusepatch" in sys.modules
+import trl
+package = sys.modules.get("fusepatch")
+outcome = package.status()[0].outcome.name if package else None
+print("started", started, "before", before, "active", outcome not in (None, "DISABLED"), os.environ.get("FUSEPATCH"))
+"""
+"""What a child sees of fusepatch before and after its first import of an upstream."""
+
+SWITCHED_ON = "started True before False active True 1"
+FORKED = "before True active True 1"
+
+
+def lines(text: str) -> list[str]:
+    return text.strip().splitlines()
+
+
+# One process
+
+
+def test_the_start_up_files_lie_in_the_site_packages_that_the_tests_run_in() -> None:
+    assert (SITE_PACKAGES / "fusepatch.pth").read_text().count("\n") == 1
+    assert Path(fusepatch_startup.__file__).parent == SITE_PACKAGES
+
+
+def test_the_installed_start_up_files_are_those_of_this_checkout() -> None:
+    for name in ("fusepatch.pth", "fusepatch_startup.py"):
+        assert (SITE_PACKAGES / name).read_text() == (REPOSITORY / "fusepatch" / "startup" / name).read_text(), (
+            f"{name} is a copy, also in an editable install: install the checkout again"
+        )
+
+
+def test_every_upstream_that_is_patched_is_a_trigger() -> None:
+    patched = {site.upstream.import_name for patch in PATCHES for site in patch.sites}
+    assert patched | {"torch"} <= fusepatch_startup.TRIGGERS
+
+
+@pytest.mark.parametrize("env", [{}, {"FUSEPATCH": ""}, {"FUSEPATCH": "0"}])
+def test_nothing_happens_where_the_switch_is_not_on(env: dict[str, str]) -> None:
+    done = fresh(SEEN, env=env, check=True)
+    assert done.stdout == f"started False before False active False {env.get('FUSEPATCH')}\n"
+    assert done.stderr == ""
+
+
+def test_the_package_comes_with_the_first_import_of_an_upstream() -> None:
+    code = """
+        import sys, fusepatch_startup
+        import json, email, sqlite3, numpy
+        assert "fusepatch" not in sys.modules and "wrapt" not in sys.modules
+        assert any(isinstance(finder, fusepatch_startup._Finder) for finder in sys.meta_path)
+    """
+    done = fresh(textwrap.dedent(code) + SEEN, env={"FUSEPATCH": "1"}, check=True)
+    assert lines(done.stdout) == [SWITCHED_ON]
+
+
+def test_the_finder_steps_aside_and_the_module_is_the_real_one() -> None:
+    code = """
+        import sys, fusepatch_startup
+        import trl.trainer
+        assert trl.__spec__.origin.endswith("trl/__init__.py"), trl.__spec__
+        assert not any(isinstance(finder, fusepatch_startup._Finder) for finder in sys.meta_path)
+        import transformers
+        print(transformers.__spec__.name)
+    """
+    done = fresh(code, env={"FUSEPATCH": "1"}, check=True)
+    assert lines(done.stdout) == ["transformers"]
+
+
+@pytest.mark.parametrize("trigger", sorted(fusepatch_startup.TRIGGERS))
+def test_looking_for_a_trigger_brings_the_package(trigger: str) -> None:
+    code = f"""
+        import importlib.util, sys
+        assert "fusepatch" not in sys.modules
+        importlib.util.find_spec({trigger!r})
+        print("fusepatch" in sys.modules)
+    """
+    assert lines(fresh(code, env={"FUSEPATCH": "1"}, check=True).stdout) == ["True"]
+
+
+def test_an_upstream_that_is_not_installed_stays_an_import_error() -> None:
+    code = """
+        import sys, fusepatch_startup
+        fusepatch_startup.TRIGGERS = frozenset({"not_installed_anywhere"})
+        try:
+            import not_installed_anywhere
+        except ModuleNotFoundError as error:
+            print(error, "fusepatch" in sys.modules)
+    """
+    done = fresh(code, env={"FUSEPATCH": "1"}, check=True)
+    assert lines(done.stdout) == ["No module named 'not_installed_anywhere' True"]
+
+
+def test_hooks_that_were_set_on_the_way_see_the_very_import_that_brought_the_package() -> None:
+    code = """
+        import sys
+        import liger_kernel.transformers.monkey_patch
+        import fusepatch
+        print(fusepatch.is_applied("liger.instance_flags"))
+    """
+    assert lines(fresh(code, env={"FUSEPATCH": "1"}, check=True).stdout) == ["True"]
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"FUSEPATCH": "yes"},
+        {"FUSEPATCH": "1", "FUSEPATCH_STRICT": "maybe"},
+        {"FUSEPATCH": "1", "FUSEPATCH_DISABLE": "no.such.patch"},
+    ],
+)
+def test_a_value_that_cannot_be_read_is_one_line_on_stderr_and_the_program_runs_on(env: dict[str, str]) -> None:
+    code = """
+        import trl, transformers
+        print("ran on", transformers.__name__)
+        raise SystemExit(5)
+    """
+    done = fresh(code, env=env)
+    assert (done.returncode, done.stdout) == (5, "ran on transformers\n")
+    (line,) = lines(done.stderr)
+    name, value = list(env.items())[-1]
+    assert re.match(r"fusepatch: not active in process \d+: ", line)
+    assert name in line
+    assert repr(value) in line
+
+
+def test_a_value_that_cannot_be_read_costs_nothing_where_no_upstream_is_imported() -> None:
+    done = fresh("print('fine')", env={"FUSEPATCH": "yes"}, check=True)
+    assert (done.stdout, done.stderr) == ("fine\n", "")
+
+
+# Children
+
+
+ACTIVE_PARENT = """
+import subprocess, sys
+import fusepatch
+"""
+
+
+def in_child(how: str, before: str = ACTIVE_PARENT) -> list[str]:
+    """The lines that a child prints, which `how` starts from a process that ran `before`."""
+    return lines(fresh(before + textwrap.dedent(how), check=True).stdout)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "child_program.py"
+    path.write_text(SEEN)
+    return path
+
+
+@pytest.mark.parametrize("flags", [[], ["-I"], ["-E"], ["-s"], ["-X", "dev"], ["-O"]])
+def test_a_child_by_subprocess_is_switched_on(flags: list[str], script: Path) -> None:
+    assert in_child(f"subprocess.run([sys.executable, *{flags}, {str(script)!r}], check=True)") == [SWITCHED_ON]
+
+
+def test_a_child_by_c_and_by_m_is_switched_on(script: Path) -> None:
+    assert in_child(f"subprocess.run([sys.executable, '-c', {SEEN!r}], check=True)") == [SWITCHED_ON]
+    by_module = f"subprocess.run([sys.executable, '-m', {script.stem!r}], check=True, cwd={str(script.parent)!r})"
+    assert in_child(by_module) == [SWITCHED_ON]
+
+
+def test_a_grandchild_is_switched_on_even_through_a_child_that_imports_no_upstream(script: Path) -> None:
+    child = f"import subprocess, sys; subprocess.run([sys.executable, {str(script)!r}], check=True)"
+    assert in_child(f"subprocess.run([sys.executable, '-c', {child!r}], check=True)") == [SWITCHED_ON]
+
+
+def test_a_child_without_site_packages_is_not_switched_on() -> None:
+    child = "import sys; print('fusepatch_startup' in sys.modules)"
+    assert in_child(f"subprocess.run([sys.executable, '-S', '-c', {child!r}], check=True)") == ["False"]
+
+
+@pytest.mark.parametrize(
+    ("method", "seen"),
+    [("spawn", SWITCHED_ON), ("forkserver", SWITCHED_ON), ("fork", FORKED)],
+)
+def test_a_child_by_multiprocessing_is_switched_on(method: str, seen: str, tmp_path: Path) -> None:
+    (tmp_path / "work.py").write_text(f"def work():\n{textwrap.indent(SEEN, '    ')}    sys.stdout.flush()\n")
+    program = tmp_path / "program.py"
+    program.write_text(
+        textwrap.dedent(
+            f"""
+            import multiprocessing
+            from work import work
+
+            if __name__ == "__main__":
+                import fusepatch
+                process = multiprocessing.get_context({method!r}).Process(target=work)
+                process.start()
+                process.join()
+                raise SystemExit(process.exitcode)
+            """
+        )
+    )
+    done = run([sys.executable, program])
+    assert done.returncode == 0, done.stderr
+    (line,) = lines(done.stdout)
+    assert line.endswith(seen)
+
+
+def test_the_console_script_of_another_package_is_switched_on() -> None:
+    how = f"""
+        import os
+        os.environ["FUSEPATCH_NONSENSE"] = "1"  # the warning about it is what an active process prints
+        subprocess.run([{str(SCRIPTS / "torchrun")!r}, "--help"], check=True, stdout=subprocess.DEVNULL)
+    """
+    done = fresh(ACTIVE_PARENT + textwrap.dedent(how), check=True)
+    assert "FUSEPATCH_NONSENSE is set but means nothing" in done.stderr
+    assert done.stderr.count("FUSEPATCH_NONSENSE") == 1
+
+
+# The switch
+
+
+@pytest.mark.parametrize("before", [None, "1"])
+def test_activation_exports_the_switch_and_deactivation_takes_it_back(before: str | None) -> None:
+    code = """
+        import os, subprocess, sys
+        child = [sys.executable, "-c", "import os; print(os.environ.get('FUSEPATCH'))"]
+        def both():
+            return os.environ.get("FUSEPATCH"), subprocess.run(child, capture_output=True, text=True).stdout.strip()
+        import fusepatch
+        print(*both())
+        fusepatch.activate()
+        fusepatch.deactivate("liger.instance_flags")
+        print(*both())
+        fusepatch.deactivate()
+        print(*both())
+        fusepatch.activate()
+        print(*both())
+    """
+    done = fresh(code, env={} if before is None else {"FUSEPATCH": before}, check=True)
+    assert lines(done.stdout) == ["1 1", "1 1", f"{before} {before}", "1 1"]
+
+
+def test_a_child_of_a_deactivated_process_is_not_switched_on() -> None:
+    how = f"""
+        fusepatch.deactivate()
+        subprocess.run([sys.executable, "-c", {SEEN!r}], check=True)
+    """
+    assert in_child(how) == ["started False before False active False None"]
+
+
+def test_an_inert_import_exports_nothing_and_an_explicit_activation_does() -> None:
+    code = """
+        import os, fusepatch
+        print(fusepatch.status()[0].outcome.name, os.environ["FUSEPATCH"])
+        fusepatch.activate()
+        print(fusepatch.status()[0].outcome.name != "DISABLED", os.environ["FUSEPATCH"])
+        fusepatch.deactivate()
+        print(os.environ["FUSEPATCH"])
+    """
+    assert lines(fresh(code, env={"FUSEPATCH": "0"}, check=True).stdout) == ["DISABLED 0", "True 1", "0"]
+
+
+# Installing
+
+
+UV = shutil.which("uv", path=f"{SCRIPTS}{os.pathsep}{os.environ.get('PATH', '')}")
+needs_uv = pytest.mark.skipif(UV is None, reason="uv, which the dev extra brings, is not on PATH")
+NO_REGISTRY = re.compile(r"error sending request|dns error|failed to fetch|could not connect", re.IGNORECASE)
+
+
+def uv(*arguments: str | Path) -> str:
+    done = run([str(UV), *arguments])
+    if done.returncode != 0 and NO_REGISTRY.search(done.stderr):
+        pytest.skip("the package registry cannot be reached")
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def new_environment(folder: Path) -> Path:
+    """The interpreter of a new, empty virtual environment in `folder`."""
+    uv("venv", "--quiet", "--python", sys.executable, folder)
+    return folder / "bin" / "python"
+
+
+def distributions(python: Path) -> set[str]:
+    return set(lines(uv("pip", "freeze", "--python", python)))
+
+
+def site_packages(python: Path) -> Path:
+    return Path(lines(run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]).stdout)[0])
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    uv("build", "--quiet", "--wheel", "--out-dir", folder, REPOSITORY)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+@needs_uv
+def test_the_wheel_carries_the_start_up_files_at_its_root_and_nothing_twice(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    at_the_root = {name for name in names if "/" not in name}
+    assert at_the_root == {"fusepatch.pth", "fusepatch_startup.py"}
+    assert not [name for name in names if "startup/" in name]
+    assert {name.split("/")[0] for name in names if "/" in name} == {
+        "fusepatch",
+        f"{'-'.join(wheel.name.split('-')[:2])}.dist-info",
+    }
+    assert "fusepatch/py.typed" in names
+
+
+@needs_uv
+@pytest.mark.parametrize("editable", [False, True], ids=["wheel", "editable"])
+def test_an_install_switches_children_on_and_uninstalling_leaves_nothing(
+    editable: bool, wheel: Path, tmp_path: Path
+) -> None:
+    python = new_environment(tmp_path / "environment")
+    packages = site_packages(python)
+    before = {path.name for path in packages.iterdir()}
+    (tmp_path / "trl").mkdir()
+    (tmp_path / "trl" / "__init__.py").touch()  # only a trigger here: what is patched in it is another test's matter
+    uv("pip", "install", "--quiet", "--python", python, *(["-e", REPOSITORY] if editable else [wheel]))
+    assert (packages / "fusepatch.pth").is_file()
+    assert (packages / "fusepatch_startup.py").is_file()
+    assert (python.parent / "fusepatch").is_file()
+    code = f"import subprocess, sys, fusepatch; subprocess.run([sys.executable, '-c', {SEEN!r}], check=True)"
+    done = run([python, "-c", code], cwd=tmp_path)
+    assert lines(done.stdout) == [SWITCHED_ON], done.stderr
+    ran = run([python.parent / "fusepatch", "run", "-c", "import os; print(os.environ['FUSEPATCH'])"], cwd=tmp_path)
+    assert (ran.returncode, ran.stdout) == (0, "1\n"), ran.stderr
+
+    uv("pip", "uninstall", "--quiet", "--python", python, "fusepatch", "wrapt", "packaging")
+    assert {path.name for path in packages.iterdir()} - {"__pycache__"} == before
+    assert not list(packages.glob("__pycache__/fusepatch*.py"))
+    assert not (python.parent / "fusepatch").exists()
+
+
+@needs_uv
+def test_installing_beside_the_liger_nightly_changes_no_other_distribution(wheel: Path, tmp_path: Path) -> None:
+    python = new_environment(tmp_path / "environment")
+    uv("pip", "install", "--quiet", "--python", python, "--prerelease=allow", "--no-deps", "liger-kernel-nightly")
+    uv("pip", "install", "--quiet", "--python", python, "packaging==22.0", "wrapt==1.16.0")
+    before = distributions(python)
+    assert any(name.startswith("liger-kernel-nightly==") for name in before)
+
+    uv("pip", "install", "--quiet", "--python", python, wheel)
+
+    assert {line for line in distributions(python) if not line.startswith("fusepatch")} == before
+    done = subprocess.run(
+        [python.parent / "fusepatch", "status"], capture_output=True, text=True, check=True, env={"COLUMNS": "200"}
+    )
+    assert "liger_kernel_nightly" in done.stdout.replace("-", "_")
