@@ -1,0 +1,542 @@
+"""The command line, in fresh processes, on the installed upstreams."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import sysconfig
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import Completed, fresh, run
+
+import fusepatch
+from fusepatch import cli, settings
+from fusepatch.engine.patch import Outcome
+from fusepatch.patches import PATCHES
+
+REPOSITORY = Path(__file__).parents[1]
+SITE_PACKAGES = Path(sysconfig.get_path("purelib"))
+
+LIGER = "liger.instance_flags"
+LIGER_MODULE = "liger_kernel.transformers.monkey_patch"
+IDS = [patch.id for patch in PATCHES]
+ONLY_LIGER = {"FUSEPATCH_DISABLE": ",".join(name for name in IDS if name != LIGER)}
+"""Switches every other patch off, where the exit status of `check` is to be that of one patch."""
+
+UPSTREAMS = ("torch", "triton", "transformers", "liger_kernel", "trl", "verl", "trinity", "ray")
+
+
+def command(*arguments: str | Path, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> Completed:
+    """Run `python -m fusepatch ARGUMENTS` at 80 columns."""
+    return run([sys.executable, "-m", "fusepatch", *arguments], env={"COLUMNS": "80", **(env or {})}, cwd=cwd)
+
+
+def records(done: Completed) -> dict[str, Any]:
+    return {record["id"]: record for record in json.loads(done.stdout)}
+
+
+def joined(text: str) -> str:
+    """The text with its line breaks and indentation as single blanks."""
+    return " ".join(text.split())
+
+
+@pytest.fixture(params=["rich", "plain"])
+def tables(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, str]:
+    """An environment in which tables go through rich, and one in which rich cannot be imported."""
+    if request.param == "rich":
+        return {}
+    shadow = tmp_path / "without_rich"
+    (shadow / "rich").mkdir(parents=True)
+    (shadow / "rich" / "__init__.py").write_text("raise ImportError('there is no rich here')\n")
+    return {"PYTHONPATH": str(shadow)}
+
+
+@pytest.fixture
+def liger_in_place_of_the_real_one(tmp_path: Path) -> Callable[[str], dict[str, str]]:
+    """Puts a `liger_kernel` whose patched module has the given source before the installed one."""
+
+    def shadow(source: str | None, version: str = "") -> dict[str, str]:
+        folder = tmp_path / "shadow"
+        package = folder / "liger_kernel" / "transformers"
+        package.mkdir(parents=True)
+        (package.parent / "__init__.py").touch()
+        (package / "__init__.py").touch()
+        if source is not None:
+            (package / "monkey_patch.py").write_text(textwrap.dedent(source))
+        if version:
+            metadata = folder / f"liger_kernel-{version}.dist-info"
+            metadata.mkdir()
+            (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: liger_kernel\nVersion: {version}\n")
+        return {"PYTHONPATH": str(folder)}
+
+    return shadow
+
+
+# The command line as such
+
+
+@pytest.mark.parametrize(
+    "program", [[sys.executable, "-m", "fusepatch"], [Path(sysconfig.get_path("scripts")) / "fusepatch"]]
+)
+def test_module_and_script_are_the_same_command(program: Sequence[str | Path]) -> None:
+    done = run([*program, "--version"])
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"fusepatch {fusepatch.__version__}\n", "")
+    for env in ({}, {"FUSEPATCH": "0"}, {"FUSEPATCH": "1"}, {"FUSEPATCH": "yes"}, {"FUSEPATCH_STRICT": "maybe"}):
+        done = run([*program, "env"], env=env)
+        assert "Traceback" not in done.stderr
+        assert done.returncode == (2 if set(env.values()) & {"yes", "maybe"} else 0), env
+
+
+def test_the_command_line_does_not_activate_the_package_that_it_imports(tmp_path: Path) -> None:
+    look = "import os, fusepatch; print(fusepatch.status()[0].outcome.name, os.environ.get('FUSEPATCH'))"
+    for name in ("fusepatch", "-c"):
+        done = fresh(f"import sys; sys.argv = [{name!r}, 'status']; {look}", check=True)
+        assert done.stdout == ("DISABLED None\n" if name == "fusepatch" else "PENDING 1\n")
+
+
+def test_a_package_started_by_m_that_imports_fusepatch_activates_it(tmp_path: Path) -> None:
+    package = tmp_path / "my_training"
+    package.mkdir()
+    (package / "__init__.py").write_text("import fusepatch, os\nprint(os.environ.get('FUSEPATCH'))\n")
+    (package / "__main__.py").touch()
+    for arguments in ([], ["fusepatch"], ["-m", "fusepatch"]):
+        done = run([sys.executable, "-m", "my_training", *arguments], cwd=tmp_path)
+        assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
+
+
+def test_help_and_usage_errors() -> None:
+    bare = command()
+    assert (bare.returncode, bare.stderr) == (2, "")
+    for name in ("status", "check", "explain", "env", "run"):
+        assert re.search(rf"^    {name} ", bare.stdout, re.MULTILINE)
+        shown = command(name, "--help")
+        assert (shown.returncode, shown.stderr) == (0, "")
+    for wrong in (["nonsense"], ["explain"], ["status", "--nonsense"], ["run"], ["check", "--require"]):
+        done = command(*wrong)
+        assert (done.returncode, done.stdout) == (2, ""), wrong
+        assert "usage: " in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        *([name, "--help"] for name in ("status", "check", "explain", "env")),
+        ["status"],
+        ["env"],
+        *(["explain", name] for name in IDS),
+        ["explain", "nonsense"],
+    ],
+    ids=" ".join,
+)
+def test_no_line_is_longer_than_80_columns(arguments: list[str], tables: dict[str, str]) -> None:
+    done = command(*arguments, env={**tables, "FUSEPATCH_LIGER_ROPE": "0", "FUSEPATCH_NONSENSE": "1"})
+    assert done.stdout or done.stderr
+    assert [line for line in (done.stdout + done.stderr).splitlines() if len(line) > 80] == []
+
+
+def test_a_reader_that_goes_away_is_no_traceback() -> None:
+    code = f"""
+        import subprocess, sys
+        process = subprocess.Popen(
+            [sys.executable, "-m", "fusepatch", "explain", {LIGER!r}], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        process.stdout.close()
+        print(process.stderr.read().decode(), process.wait())
+    """
+    assert fresh(code, check=True).stdout.split() == ["1"]
+
+
+# status
+
+
+def test_status_says_what_would_be_applied(tables: dict[str, str]) -> None:
+    done = command("status", env={**tables, "COLUMNS": "200"})
+    assert (done.returncode, done.stderr) == (0, "")
+    first, _, headings, rule, *rest = done.stdout.splitlines()
+    assert first == f"fusepatch {fusepatch.__version__}, Python {sys.version.split()[0]}: what a fresh process would do"
+    assert headings.split() == ["patch", "module", "version", "outcome", "why"]
+    assert set(rule) <= ({"-", " "} if tables else {"\u2500", " "})
+    row = next(line for line in rest if line.startswith(LIGER))
+    assert re.match(rf"{LIGER} +{LIGER_MODULE} +[0-9.]+ +would apply +liger_kernel [0-9.]+ is tested;", row)
+
+
+def test_at_80_columns_a_row_is_folded_and_keeps_its_words(tables: dict[str, str]) -> None:
+    table = "\n".join(line.rstrip() for line in command("status", env=tables).stdout.splitlines())
+    block = table[table.index("liger.") :].split("\n\n")[0]
+    starts = [match.start() for match in re.finditer(r"\S+(?: \S+)*", block.splitlines()[0])]
+    columns = [
+        "".join(line[start:end].strip() + " " for line in block.splitlines()).strip()
+        for start, end in zip(starts, [*starts[1:], None], strict=True)
+    ]
+    assert columns[0].replace(" ", "") == LIGER
+    assert columns[1].replace(" ", "") == LIGER_MODULE
+    assert columns[3] == "would apply"
+    assert columns[4].endswith("the target has the known shape; will be applied when it is imported")
+
+
+def test_status_imports_no_upstream() -> None:
+    done = run([sys.executable, "-X", "importtime", "-m", "fusepatch", "status", "--json"])
+    imported = {line.rpartition("|")[2].strip().split(".")[0] for line in done.stderr.splitlines()}
+    assert "fusepatch" in imported
+    assert imported.isdisjoint(UPSTREAMS)
+
+
+def test_status_as_json_has_the_keys_that_its_help_names() -> None:
+    found = records(command("status", "--json"))
+    assert list(found) == IDS
+    record = found[LIGER]
+    assert list(record) == ["id", "outcome", "reason", "sites", "calls", "replaced", "fallbacks"]
+    assert (record["outcome"], record["calls"], record["replaced"], record["fallbacks"]) == ("PENDING", 0, [], [])
+    (site,) = record["sites"]
+    assert set(site) == {
+        *("patch", "upstream", "module", "version", "outcome", "reason", "flags", "holders", "slots", "traceback"),
+    }
+    assert list(site["reason"]) == ["found", "wanted", "consequence", "action"]
+    documented = joined(command("status", "--help").stdout)
+    for key in {*record, *site, *site["reason"], *Outcome.__members__, *fusepatch.engine.patch.Note._fields}:
+        assert re.search(rf"\b{key}\b", documented), key
+
+
+def test_status_names_what_is_switched_off() -> None:
+    for env, why in (
+        ({"FUSEPATCH": "0"}, "FUSEPATCH=0 makes the import inert"),
+        ({"FUSEPATCH_DISABLE": "all"}, "FUSEPATCH_DISABLE names it"),
+    ):
+        done = command("status", "--json", env=env)
+        assert done.returncode == 0
+        for record in records(done).values():
+            assert record["outcome"] == "DISABLED"
+            assert record["reason"].startswith(why)
+
+
+def test_status_names_an_unknown_variable() -> None:
+    done = command("status", "--json", env={"FUSEPATCH_STRCIT": "1"})
+    assert records(done)[LIGER]["outcome"] == "PENDING"
+    assert "FUSEPATCH_STRCIT is set but means nothing" in joined(done.stderr)
+    assert "the nearest known one is FUSEPATCH_STRICT" in joined(done.stderr)
+
+
+@pytest.mark.parametrize("arguments", [["status"], ["status", "--json"], ["check"], ["explain", LIGER]], ids=" ".join)
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"FUSEPATCH": "yes"},
+        {"FUSEPATCH_STRICT": "maybe"},
+        {"FUSEPATCH_LIGER_ROPE": "off"},
+        {"FUSEPATCH_DISABLE": "liger.flags"},
+        {"FUSEPATCH_LIGER_CROSS_ENTROPY": "1", "FUSEPATCH_LIGER_FUSED_LINEAR_CROSS_ENTROPY": "1"},
+    ],
+    ids=lambda env: next(iter(env)),
+)
+def test_a_value_that_cannot_be_read_is_explained(arguments: list[str], env: dict[str, str]) -> None:
+    done = command(*arguments, env=env)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("fusepatch: FUSEPATCH")
+    assert "Traceback" not in done.stderr
+    for name, value in env.items():
+        assert name in done.stderr
+        assert value in done.stderr
+
+
+# check
+
+
+@pytest.fixture(scope="module")
+def checked() -> Completed:
+    """One `check` of the real upstreams; it takes as long as their imports."""
+    return command("check", "--json")
+
+
+def test_check_applies_the_patches_to_the_installed_upstreams(checked: Completed) -> None:
+    record = records(checked)[LIGER]
+    assert record["outcome"] == "APPLIED"
+    (site,) = record["sites"]
+    assert site["outcome"] == "APPLIED"
+    assert "_apply_liger_kernel_to_instance" in site["slots"]
+    assert "apply_liger_kernel_to_qwen3" in site["slots"]
+
+
+def test_the_exit_status_of_check_is_that_of_the_worst_patch(checked: Completed) -> None:
+    outcomes = [Outcome[record["outcome"]] for record in records(checked).values()]
+    assert checked.returncode == max(cli.CHECK_STATUS[outcome] for outcome in outcomes)
+
+
+def test_every_outcome_that_check_can_meet_has_an_exit_status() -> None:
+    assert set(cli.CHECK_STATUS) == set(Outcome) - {Outcome.REMOVED}
+    documented = command("check", "--help").stdout
+    for outcome, status in cli.CHECK_STATUS.items():
+        if outcome not in (Outcome.APPLIED, Outcome.DISABLED, Outcome.PENDING):
+            assert f"\n  {status}  {outcome.value}: " in documented
+
+
+def test_check_reports_an_import_that_raises(
+    liger_in_place_of_the_real_one: Callable[[str], dict[str, str]], tables: dict[str, str]
+) -> None:
+    source = """
+        print("chatter on stdout")
+        def _apply_liger_kernel_to_instance(model, **kwargs): ...
+        def _apply_liger_kernel(model_type, **kwargs): ...
+        def apply_liger_kernel_to_llama(model=None): ...
+        raise ImportError("libfast.so is\\nnot here")
+    """
+    env = {**ONLY_LIGER, **liger_in_place_of_the_real_one(source)}
+    if tables:
+        env["PYTHONPATH"] += os.pathsep + tables["PYTHONPATH"]
+    assert records(command("status", "--json", env=env))[LIGER]["outcome"] == "PENDING"
+    done = command("check", env=env)
+    assert done.returncode == 7
+    text = joined(done.stdout)
+    assert f"exit status 7: {LIGER} is FAILED" in text
+    assert "Traceback" not in done.stdout + done.stderr
+    assert done.stderr == "chatter on stdout\n"
+    assert [line for line in done.stdout.splitlines() if len(line) > 80] == []
+    (site,) = records(command("check", "--json", env=env))[LIGER]["sites"]
+    assert site["outcome"] == "FAILED"
+    assert site["reason"]["found"] == "importing it raised ImportError: libfast.so is not here"
+    assert "monkey_patch.py" in site["traceback"]
+
+
+@pytest.mark.parametrize(
+    ("source", "version", "status", "outcome", "why"),
+    [
+        (None, "", 3, "ABSENT", f"there is no module {LIGER_MODULE}"),
+        ("", "0.3.0", 4, "GATED", "liger_kernel 0.3.0; wanted liger_kernel >="),
+        ("def _apply_liger_kernel_to_instance(model, **kwargs): ...", "", 5, "DRIFTED", "has no _apply_liger_kernel;"),
+        ("def (", "", 7, "FAILED", "importing it raised SyntaxError"),
+    ],
+    ids=["absent", "gated", "drifted", "no python"],
+)
+def test_each_outcome_has_its_exit_status(
+    source: str | None,
+    version: str,
+    status: int,
+    outcome: str,
+    why: str,
+    liger_in_place_of_the_real_one: Callable[..., dict[str, str]],
+) -> None:
+    env = {**ONLY_LIGER, **liger_in_place_of_the_real_one(source, version), "COLUMNS": "400"}
+    done = command("check", env=env)
+    assert done.returncode == status, done.stdout
+    row = next(line for line in done.stdout.splitlines() if line.startswith(LIGER))
+    assert re.search(rf"  {outcome}  ", row)
+    assert why in row
+    assert f"exit status {status}: {LIGER} is {outcome}" in done.stdout
+
+    required = command("check", "--require", LIGER, env=env)
+    assert required.returncode == 8
+    assert f"exit status 8: required, but not applied: {LIGER}" in required.stdout
+
+
+def test_what_is_switched_off_is_no_failure_unless_it_is_required() -> None:
+    for env in ({"FUSEPATCH_DISABLE": "all"}, {"FUSEPATCH": "0"}):
+        assert command("check", env=env).returncode == 0
+        assert command("check", "--require", LIGER, env=env).returncode == 8
+
+
+def test_an_applied_patch_satisfies_require_whatever_the_others_do(
+    liger_in_place_of_the_real_one: Callable[..., dict[str, str]],
+) -> None:
+    source = """
+        def _apply_liger_kernel_to_instance(model, **kwargs): ...
+        def _apply_liger_kernel(model_type, **kwargs): ...
+        def apply_liger_kernel_to_llama(model=None): ...
+    """
+    env = {**ONLY_LIGER, **liger_in_place_of_the_real_one(source, "99.0"), "COLUMNS": "400"}
+    done = command("check", "--require", LIGER, env=env)
+    assert done.returncode == 0
+    assert "  APPLIED (untested)  " in done.stdout
+
+
+def test_check_knows_the_ids() -> None:
+    done = command("check", "--require", f"{LIGER},liger.flags")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"there is no patch 'liger.flags'; the nearest is {LIGER}." in joined(done.stderr)
+
+
+# explain
+
+
+@pytest.mark.parametrize("id", IDS)
+def test_explain_prints_the_page_of_the_patch(id: str) -> None:
+    patch = next(patch for patch in PATCHES if patch.id == id)
+    done = command("explain", id)
+    assert (done.returncode, done.stderr) == (0, "")
+    text = joined(done.stdout)
+    for part in (patch.promise, patch.why, *patch.changes, *patch.limits, *patch.upstream, patch.remove_when):
+        assert joined(part) in text
+    assert "In a fresh process: " in text
+
+
+def test_explain_shows_the_values_that_are_set() -> None:
+    text = joined(command("explain", LIGER, env={"FUSEPATCH_LIGER_ROPE": "0"}).stdout)
+    assert "here: FUSEPATCH_LIGER_ROPE=0" in text
+
+
+def test_explain_of_an_unknown_id_names_the_nearest_and_the_known() -> None:
+    done = command("explain", "liger.flags")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert joined(done.stderr) == (
+        f"fusepatch: there is no patch 'liger.flags'; the nearest is {LIGER}. The patches are {', '.join(IDS)}."
+    )
+
+
+# env
+
+
+def test_env_shows_every_variable_with_value_and_source() -> None:
+    done = command("env", env={"FUSEPATCH": "1", "FUSEPATCH_LIGER_ROPE": "0", "FUSEPATCH_DISABLE": " "})
+    assert (done.returncode, done.stderr) == (0, "")
+    blocks = {block.splitlines()[0]: joined(block) for block in done.stdout.strip().split("\n\n")}
+    assert list(blocks) == [variable.shown_name for variable in settings.TABLE]
+    for variable in settings.TABLE:
+        assert joined(variable.meaning.replace("`", "")) in blocks[variable.shown_name]
+    exported = "value 1 (from the environment: set by you, or exported by an active process that started this one)"
+    assert exported in blocks["FUSEPATCH"]
+    assert "value not set (default: 0)" in blocks["FUSEPATCH_STRICT"]
+    assert "value (empty, which counts as not set; from the environment)" in blocks["FUSEPATCH_DISABLE"]
+    assert "value FUSEPATCH_LIGER_ROPE=0 (from the environment)" in blocks["FUSEPATCH_LIGER_<FLAG>"]
+
+
+def test_env_shows_unknown_names_and_values_that_cannot_be_read() -> None:
+    env = {"FUSEPATCH_STRCIT": "1", "FUSEPATCH_STRICT": "maybe", "FUSEPATCH_LIGER_ROPE": "off", "FUSEPATCH": "yes"}
+    done = command("env", env=env)
+    assert done.returncode == 2
+    text = joined(done.stdout)
+    for shown in ("maybe CANNOT BE READ", "FUSEPATCH_LIGER_ROPE=off CANNOT BE READ", "yes CANNOT BE READ"):
+        assert shown in text
+    assert "FUSEPATCH_STRCIT is set but means nothing to fusepatch" in text
+    complaints = joined(done.stderr)
+    assert "Traceback" not in complaints
+    for name in ("FUSEPATCH", "FUSEPATCH_STRICT", "FUSEPATCH_LIGER_ROPE"):
+        assert f"fusepatch: {name}={env[name]!r} cannot be read: accepted is 0, 1." in complaints
+
+
+def test_env_shows_a_contradiction() -> None:
+    env = {"FUSEPATCH_LIGER_CROSS_ENTROPY": "1", "FUSEPATCH_LIGER_FUSED_LINEAR_CROSS_ENTROPY": "1"}
+    done = command("env", env=env)
+    assert done.returncode == 2
+    assert "contradict each other" in joined(done.stderr)
+
+
+# run
+
+
+PROGRAM = """
+import os, sys
+print(__name__, sys.argv[1:], sys.path[0] == os.path.dirname(os.path.abspath(__file__)), os.environ.get("FUSEPATCH"))
+import trl
+fusepatch = sys.modules.get("fusepatch")
+print(fusepatch is not None and fusepatch.status()[0].outcome.name)
+sys.exit(41)
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(PROGRAM)
+    return path
+
+
+@pytest.mark.parametrize("arguments", [[], ["a", "--json", "-m", "x"], ["--help"], ["-h", "run"]], ids=repr)
+def test_run_becomes_the_program_with_the_patches_on(program: Path, arguments: list[str]) -> None:
+    done = command("run", program, *arguments)
+    assert done.stdout.splitlines() == [f"__main__ {arguments} True 1", "PENDING"]
+    assert (done.returncode, done.stderr) == (41, "")
+
+
+def test_run_of_a_module_and_of_code(program: Path) -> None:
+    done = command("run", "-m", "train", "-c", cwd=program.parent)
+    assert (done.returncode, done.stdout.splitlines()) == (41, ["__main__ ['-c'] True 1", "PENDING"])
+    done = command("run", "-c", "import sys, os; print(sys.argv, os.environ['FUSEPATCH'])", "x")
+    assert (done.returncode, done.stdout) == (0, "['-c', 'x'] 1\n")
+
+
+def test_run_passes_the_interpreters_options() -> None:
+    look = "import sys; print(sys.flags.dev_mode, sys.warnoptions, sys.flags.isolated, sys.argv[1:])"
+    done = command("run", "-X", "dev", "-Werror::UserWarning", "-I", "-c", look, "-u")
+    assert done.stdout == "True ['default', 'error::UserWarning'] 1 ['-u']\n"
+    outside = [sys.executable, "-W", "ignore", "-X", "dev", "-m", "fusepatch", "run", "-I", "-c", look]
+    assert run(outside).stdout == "True ['default', 'ignore'] 1 []\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        (["train.py", "-u"], []),
+        (["-u", "train.py", "-S"], ["-u"]),
+        (["-m", "train", "-S"], []),
+        (["-um", "train", "-S"], ["-u"]),
+        (["-mtrain", "-S"], []),
+        (["-c", "code", "-S"], []),
+        (["-W", "error", "-X", "dev", "x"], ["-W", "error", "-X", "dev"]),
+        (
+            ["-Werror::m.W", "-uW", "ignore", "-X", "importtime", "-", "-S"],
+            ["-Werror::m.W", "-uW", "ignore", "-X", "importtime"],
+        ),
+        (["--check-hash-based-pycs", "never", "-S", "x"], ["--check-hash-based-pycs", "never", "-S"]),
+        (["-Xfaulthandler", "-Im", "m"], ["-Xfaulthandler", "-I"]),
+        (["-W"], ["-W"]),
+    ],
+    ids=" ".join,
+)
+def test_the_interpreters_options_end_where_the_program_begins(words: list[str], options: list[str]) -> None:
+    assert cli._interpreter_options(words) == options
+
+
+def test_tracebacks_signals_and_a_missing_script_are_pythons_own(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.py"
+    broken.write_text("def f():\n    1 / 0\nf()\n")
+    done, own = command("run", broken), run([sys.executable, broken])
+    assert (done.returncode, done.stderr) == (own.returncode, own.stderr)
+    assert "ZeroDivisionError" in done.stderr
+
+    missing = tmp_path / "missing.py"
+    done, own = command("run", missing), run([sys.executable, missing])
+    assert (done.returncode, done.stderr) == (own.returncode, own.stderr)
+    assert done.returncode == 2
+
+    killed = tmp_path / "killed.py"
+    killed.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\n")
+    assert command("run", killed).returncode == -signal.SIGTERM
+
+
+def test_run_leaves_off_what_is_switched_off(program: Path) -> None:
+    done = command("run", program, env={"FUSEPATCH": "0"})
+    assert (done.returncode, done.stdout.splitlines()) == (41, ["__main__ [] True 0", "False"])
+    assert joined(done.stderr) == (
+        "fusepatch: FUSEPATCH=0 is set, so the program runs unpatched; unset it to have the patches"
+    )
+
+
+def test_run_refuses_values_that_cannot_be_read(program: Path) -> None:
+    done = command("run", program, env={"FUSEPATCH_STRICT": "maybe"})
+    assert (done.returncode, done.stdout) == (125, "")
+    assert "FUSEPATCH_STRICT='maybe' cannot be read" in joined(done.stderr)
+    assert "The program was not started." in joined(done.stderr)
+
+
+def test_run_refuses_where_the_start_up_file_is_not_installed(program: Path, tmp_path: Path) -> None:
+    environment = tmp_path / "environment"
+    made = run([sys.executable, "-m", "venv", "--without-pip", environment])
+    assert made.returncode == 0, made.stderr
+    path = {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(SITE_PACKAGES)]), "COLUMNS": "80"}
+    done = run([environment / "bin" / "python", "-m", "fusepatch", "run", program], env=path)
+    assert (done.returncode, done.stdout) == (125, "")
+    text = joined(done.stderr)
+    assert "does not read fusepatch's start-up file" in text
+    assert "a checkout on PYTHONPATH does not put them there" in text
+    assert [line for line in done.stderr.splitlines() if len(line) > 80 and " " in line] == []
+
+    without_site = command("run", "-S", program)
+    assert without_site.returncode == 125
+    assert f"{sys.executable} -S does not read" in joined(without_site.stderr)

@@ -1,0 +1,70 @@
+"""The generated pages are those that the code would write now."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import run
+
+from fusepatch import docs_pages, settings
+from fusepatch.patches import PATCHES
+
+DOCS = Path(__file__).parents[1] / "docs"
+COMMAND = [sys.executable, "-m", "fusepatch.docs_pages"]
+
+
+@pytest.mark.parametrize("name", sorted(docs_pages.PAGES))
+def test_a_generated_page_is_not_stale(name: str) -> None:
+    written = (DOCS / name).read_text(encoding="utf-8")
+    assert written == docs_pages.PAGES[name](), f"docs/{name} is stale: run `{docs_pages.COMMAND}`"
+
+
+def test_the_command_writes_every_page(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    done = run(COMMAND, cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    written = {path.name: path.read_text(encoding="utf-8") for path in (tmp_path / "docs").iterdir()}
+    assert written == {name: page() for name, page in docs_pages.PAGES.items()}
+
+
+def test_the_command_says_where_it_found_no_folder(tmp_path: Path) -> None:
+    done = run(COMMAND, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == "python -m fusepatch.docs_pages: there is no folder docs\n"
+
+
+def test_the_page_of_variables_has_a_row_for_each_and_says_first_who_wins() -> None:
+    head, table = docs_pages.environment_page().split("## The variables")
+    rows = [line for line in table.splitlines() if line.startswith("| `")]
+    assert len(rows) == len(settings.TABLE)
+    for variable, row in zip(settings.TABLE, rows, strict=True):
+        cells = [cell.strip() for cell in row.strip("|").replace(r"\|", "or").split("|")]
+        assert len(cells) == 5
+        assert cells[0] == f"`{variable.shown_name}`"
+    order = [
+        head.index(f"**{who}**") for who in ("your code", "the environment", "the framework", "the automatic rule")
+    ]
+    assert order == sorted(order)
+
+
+def test_the_page_of_patches_has_a_section_for_each_with_every_site_and_variable() -> None:
+    page = docs_pages.patches_page()
+    for patch in PATCHES:
+        section = page.split(f"\n## {patch.id}\n")[1].split("\n## ")[0]
+        for site in patch.sites:
+            assert f"| `{site.module}` |" in section
+        for name in patch.variables:
+            variable = settings.find(name)
+            assert variable is not None, f"{patch.id} names {name}, which is in no row of the table"
+            assert f"`{variable.shown_name}`" in section
+        for text in (patch.promise, patch.why, *patch.changes, *patch.limits, patch.fixed_in, patch.remove_when):
+            assert text in section
+
+
+def test_each_variable_that_a_patch_reads_is_named_by_that_patch() -> None:
+    for variable in settings.TABLE:
+        readers = [patch for patch in PATCHES if patch.id in variable.read_by]
+        for patch in readers:
+            assert any(settings.find(name) is variable for name in patch.variables), (variable.name, patch.id)
