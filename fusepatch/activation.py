@@ -144,8 +144,10 @@ def _page(patch: Patch, record: PatchRecord, read: settings.Settings, where: str
     lines += ["", "Upstream:", *(f"  - {link}" for link in patch.upstream)]
     lines += ["", f"Fixed in: {patch.fixed_in}", f"Can be removed when: {patch.remove_when}"]
     lines += ["", f"{where}: {record.outcome.value}"]
+    same: dict[str, list[str]] = {}
     for site in record.sites:
-        lines.append(f"  {site.module}: {describe_site(site)}")
+        same.setdefault(describe_site(site), []).append(site.module)
+    lines += [f"  {', '.join(modules)}: {text}" for text, modules in same.items()]
     lines += [f"  replaced {note.times}x: {note.text}" for note in record.replaced]
     lines += [f"  not done {note.times}x: {note.text}" for note in record.fallbacks]
     return "\n".join(lines)
@@ -439,7 +441,8 @@ def _variables(patch: Patch, read: settings.Settings) -> Iterator[str]:
         values = [f"{key}={text}" for key, text in shown.items() if settings.find(key) is variable]
         meaning = " ".join(variable.meaning.replace("`", "").split())
         yield f"{variable.shown_name} ({variable.values.replace('`', '')}): {meaning}"
-        yield f"    here: {', '.join(values) if values else f'unset ({variable.default})'}".replace("`", "")
+        not_set = f"not set ({variable.default.removeprefix('unset: ')})"
+        yield f"    here: {', '.join(values) or not_set}".replace("`", "")
 
 
 def loaded_sites() -> tuple[tuple[Patch, Site], ...]:

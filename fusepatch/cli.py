@@ -356,13 +356,27 @@ def _startup_is_installed(options: Sequence[str]) -> bool:
 def _print_records(records: Sequence[PatchRecord]) -> None:
     rows = []
     for record in records:
-        for number, site in enumerate(record.sites):
+        groups: dict[tuple[str, str, str], list[str]] = {}
+        for site in record.sites:
             outcome = "would apply" if site.outcome is Outcome.PENDING else site.outcome.value
             if site.flags:
                 outcome += f" ({', '.join(site.flags)})"
-            patch = record.id if number == 0 else ""
-            rows.append((patch, site.module, site.version or "", outcome, str(site.reason)))
+            groups.setdefault((site.version or "", outcome, str(site.reason)), []).append(site.module)
+        for number, (cells, modules) in enumerate(groups.items()):
+            rows.append((record.id if number == 0 else "", _listed(modules), *cells))
     terminal.print_table(("patch", "module", "version", "outcome", "why"), rows, terminal.width())
+
+
+def _listed(modules: Sequence[str]) -> str:
+    """The modules in few words: those of one package behind its name."""
+    packages: dict[str, list[str]] = {}
+    for module in modules:
+        package, _, name = module.rpartition(".")
+        packages.setdefault(package, []).append(name)
+    return "; ".join(
+        f"{package}: {', '.join(names)}" if len(names) > 1 else f"{package}.{names[0]}".lstrip(".")
+        for package, names in packages.items()
+    )
 
 
 def _print_json(records: Sequence[PatchRecord]) -> None:

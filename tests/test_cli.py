@@ -183,6 +183,15 @@ def test_at_80_columns_a_row_is_folded_and_keeps_its_words(tables: dict[str, str
     assert columns[4].endswith("the target has the known shape; will be applied when it is imported")
 
 
+def test_modules_that_fare_alike_share_a_row() -> None:
+    assert cli._listed(["torch.optim.adam"]) == "torch.optim.adam"
+    assert cli._listed(["a.b.x", "c", "a.b.y", "a.z"]) == "a.b: x, y; c; a.z"
+    table = command("status", env={"COLUMNS": "400"}).stdout
+    rows = [line for line in table.splitlines() if " would apply " in line]
+    reasons = {(patch.id, site.upstream) for patch in PATCHES for site in patch.sites}
+    assert len(rows) <= len(reasons)
+
+
 def test_status_imports_no_upstream() -> None:
     done = run([sys.executable, "-X", "importtime", "-m", "fusepatch", "status", "--json"])
     imported = {line.rpartition("|")[2].strip().split(".")[0] for line in done.stderr.splitlines()}

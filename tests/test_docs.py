@@ -54,7 +54,7 @@ def test_the_page_of_patches_has_a_section_for_each_with_every_site_and_variable
     for patch in PATCHES:
         section = page.split(f"\n## {patch.id}\n")[1].split("\n## ")[0]
         for site in patch.sites:
-            assert f"| `{site.module}` |" in section
+            assert f"\n| `{site.module}` |" in section
         for name in patch.variables:
             variable = settings.find(name)
             assert variable is not None, f"{patch.id} names {name}, which is in no row of the table"
