@@ -70,13 +70,15 @@ def _wrap_line(line: str, columns: int) -> str:
 
 
 def _widths(headings: Sequence[str], rows: Sequence[Sequence[str]], columns: int) -> list[int]:
-    """Each column at its longest cell where that leaves the last one 40, else folded at blanks and dots."""
+    """Each column at its longest cell; the last one is left 40, for which the others fold at blanks and dots, the widest first."""
     cells = list(zip(headings, *rows, strict=True))[:-1]
-    wide = [max(map(len, column)) for column in cells]
+    widths = [max(map(len, column)) for column in cells]
     parts = [max(len(part) for cell in column for part in re.findall(r"[^ .]+\.?", cell)) for column in cells]
-    narrow = [min(longest, max(part, 12)) for longest, part in zip(wide, parts, strict=True)]
-    fixed = wide if sum(wide) + GAP * len(wide) <= columns - 40 else narrow
-    return [*fixed, max(columns - sum(fixed) - GAP * len(fixed), 20)]
+    gaps = GAP * len(cells)
+    for index in sorted(range(len(cells)), key=lambda index: -widths[index]):
+        excess = sum(widths) + gaps + 40 - columns
+        widths[index] = min(widths[index], max(widths[index] - excess, parts[index], 12))
+    return [*widths, max(columns - sum(widths) - gaps, 20)]
 
 
 def _fold(text: str, columns: int) -> list[str]:
