@@ -1,4 +1,4 @@
-"""The configuration and the call that open `ActorRolloutRefWorker._build_model_optimizer`, in verl and in Trinity-RFT.
+"""The configuration and the call that open `ActorRolloutRefWorker.init_model`, in verl and in Trinity-RFT.
 
 Trinity-RFT's worker up to 0.5 (and its legacy worker in 0.6) is a modified copy of verl's, with the same method.
 """
@@ -10,33 +10,26 @@ from typing import Any
 
 
 def build(worker_class: Any, name: str, folder: Path, fused_kernels: bool) -> dict[str, Any]:
-    """Construct the worker for the role of an actor, build model and optimizer, and describe both."""
+    """Construct the worker for the role of an actor, call its `init_model`, and describe model and optimizer."""
     from observe import observe_model, observe_optimizer
     from tiny import save_tiny_model
 
-    give_the_cpu_memory_statistics()
+    complete_torch_cpu()
     save_tiny_model(name, folder)
     config = configuration(name, folder, fused_kernels)
     worker = worker_class(config=config, role="actor")
-    worker._qat_enabled = False  # verl 0.7.1 sets it in init_model, from actor.fsdp_config.qat
-    module, optimizer, *_ = worker._build_model_optimizer(
-        model_path=str(folder),
-        fsdp_config=engine_configuration(config),
-        optim_config=config.actor.optim,
-        override_model_config=dict(config.model.override_config),
-        use_fused_kernels=fused_kernels,
-        use_liger=True,
-        role="actor",
-    )
+    worker.init_model()
+    module, optimizer = worker.actor_module_fsdp, worker.actor_optimizer
     return {**observe_model(module), "optimizer": observe_optimizer(optimizer)}
 
 
-def give_the_cpu_memory_statistics() -> None:
-    """verl 0.4 and 0.5 log `torch.cpu.memory_allocated()` and its like, which torch does not have."""
+def complete_torch_cpu() -> None:
+    """Give `torch.cpu` the memory functions of other device modules: verl calls them to log, and after init_model."""
     import torch
 
     torch.cpu.memory_allocated = torch.cpu.memory_reserved = lambda *_: 0
     torch.cpu.mem_get_info = lambda *_: (0, 0)
+    torch.cpu.empty_cache = lambda: None
 
 
 def configuration(name: str, folder: Path, fused_kernels: bool) -> Any:
@@ -52,7 +45,19 @@ def configuration(name: str, folder: Path, fused_kernels: bool) -> Any:
                 "ppo_micro_batch_size": None,
                 "ppo_micro_batch_size_per_gpu": 1,
                 "use_dynamic_bsz": False,
+                "ulysses_sequence_parallel_size": 1,
+                "use_torch_compile": False,
+                "entropy_from_logits_with_chunking": False,
+                "entropy_checkpointing": False,
+                "checkpoint": {
+                    "_target_": "verl.trainer.config.CheckpointConfig",
+                    "save_contents": ["model"],
+                    "load_contents": ["model"],
+                },
+                "_target_": "verl.workers.config.FSDPActorConfig",
+                "rollout_n": 1,
                 "fsdp_config": {
+                    "_target_": "verl.workers.config.FSDPEngineConfig",
                     "fsdp_size": -1,
                     "offload_policy": False,
                     "reshard_after_forward": True,
@@ -61,6 +66,7 @@ def configuration(name: str, folder: Path, fused_kernels: bool) -> Any:
                     "wrap_policy": {"transformer_layer_cls_to_wrap": [decoder_layer(name)]},
                 },
                 "optim": {
+                    "_target_": "verl.workers.config.FSDPOptimizerConfig",
                     "optimizer": "AdamW",
                     "optimizer_impl": "torch.optim",
                     "override_optimizer_config": None,
@@ -75,6 +81,8 @@ def configuration(name: str, folder: Path, fused_kernels: bool) -> Any:
             "ref": {"fsdp_config": {}, "log_prob_use_dynamic_bsz": True},
             "model": {
                 "path": str(folder),
+                "use_liger": True,
+                "use_fused_kernels": fused_kernels,
                 "override_config": {"attn_implementation": "eager", "_attn_implementation": "eager"},
                 "fused_kernel_options": {"impl_backend": "torch"} if fused_kernels else None,
                 "rope_scaling": None,
@@ -82,14 +90,3 @@ def configuration(name: str, folder: Path, fused_kernels: bool) -> Any:
             },
         }
     )
-
-
-def engine_configuration(config: Any) -> Any:
-    """`fsdp_config` as the release wants it: a dataclass where verl has one (0.6.0 on), a mapping before."""
-    try:
-        from verl.workers.config import FSDPEngineConfig
-    except ImportError:
-        return config.actor.fsdp_config
-    from omegaconf import OmegaConf
-
-    return FSDPEngineConfig(strategy="fsdp2", **OmegaConf.to_container(config.actor.fsdp_config))

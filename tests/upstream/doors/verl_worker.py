@@ -1,13 +1,13 @@
-"""Door: `ActorRolloutRefWorker._build_model_optimizer` of verl 0.4 to 0.7 (fsdp_workers.py), on the CPU.
+"""Door: `ActorRolloutRefWorker.init_model` of verl 0.4 to 0.7 (fsdp_workers.py), for the role of an actor, on the CPU.
 
-It is the method in which these releases apply Liger, shard the model and build the optimizer; the rest of `init_model`
-builds rollout engines. What stops it on a CPU, and what the door does about it:
+The worker is constructed and its `init_model` called as Ray would: it loads the model, applies Liger, shards, builds the
+optimizer and the actor. What stops it on a CPU, and what the door does about it:
 
-- the worker's constructor initialises NCCL: a gloo group of one rank is initialised beforehand, which the worker keeps;
+- the constructor initialises NCCL: a gloo group of one rank is initialised beforehand, which the worker keeps;
 - FSDP1 needs an accelerator: strategy fsdp2;
 - verl 0.4 and 0.5 hard-code `attn_implementation="flash_attention_2"`: `model.override_config` sets the configuration's
   `_attn_implementation` afterwards. Later releases read `attn_implementation` from there;
-- verl 0.4 and 0.5 log memory statistics that `torch.cpu` does not have: they are given to it.
+- memory statistics and `empty_cache` are asked of `torch.cpu`, which has none: they are given to it.
 
     python tests/upstream/doors/verl_worker.py --models qwen3
 """
