@@ -40,7 +40,7 @@ def unsupported_device(device: torch.device) -> str | None:
 
 def float32_products_of_half(device: torch.device) -> bool:
     """Whether a matrix product of half-precision operands can be written in float32: torch >= 2.8 on CUDA."""
-    return device.type == "cuda" and "dtype_out" in torch.ops.aten.mm.overloads()
+    return device.type == "cuda" and hasattr(torch.ops.aten.mm, "dtype_out")
 
 
 def _why_not_triton(device: torch.device, dtype: torch.dtype) -> str | None:

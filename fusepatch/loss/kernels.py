@@ -1,3 +1,5 @@
+# ruff: noqa: N803 (Triton's compile-time arguments are written in capitals)
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 """Triton kernels over one chunk of logits: log-sum-exp, target logit, and the gradient, written in place.
 
 Import this module only where Triton is wanted: ``fusepatch.loss.backend`` decides that at call time.
@@ -73,9 +75,12 @@ def log_sum_exp_kernel(
     # Finite, so that a block of minus infinities (a masked vocabulary entry) does not make inf - inf.
     pivot = -1.0e30
     total = tl.zeros([BLOCK], dtype=tl.float32)
+    following = tl.load(logits_row + offsets, mask=offsets < padded, other=0.0)
     for start in range(0, padded, BLOCK):
         columns = start + offsets
-        raw = tl.load(logits_row + columns, mask=columns < padded, other=0.0).to(tl.float32)
+        raw = following.to(tl.float32)
+        # The next block is on its way while this one is reduced.
+        following = tl.load(logits_row + columns + BLOCK, mask=columns + BLOCK < padded, other=0.0)
         if HAS_BIAS:
             raw += tl.load(bias + columns, mask=columns < width, other=0.0).to(tl.float32)
         x = _to_logits(raw, logit_scale, softcap, inverse_temperature, HAS_SOFTCAP)
@@ -99,6 +104,7 @@ def exponentials_kernel(
     bias,
     targets,
     log_probabilities,
+    log_sum_exp,
     multiplier,
     width,
     padded,
@@ -124,9 +130,11 @@ def exponentials_kernel(
     offsets = tl.arange(0, BLOCK)
     pivot = -1.0e30
     others = tl.zeros([BLOCK], dtype=tl.float32)
+    following = tl.load(logits_row + offsets, mask=offsets < padded, other=0.0)
     for start in range(0, padded, BLOCK):
         columns = start + offsets
-        raw = tl.load(logits_row + columns, mask=columns < padded, other=0.0).to(tl.float32)
+        raw = following.to(tl.float32)
+        following = tl.load(logits_row + columns + BLOCK, mask=columns + BLOCK < padded, other=0.0)
         if HAS_BIAS:
             raw += tl.load(bias + columns, mask=columns < width, other=0.0).to(tl.float32)
         x = _to_logits(raw, logit_scale, softcap, inverse_temperature, HAS_SOFTCAP)
@@ -158,7 +166,9 @@ def exponentials_kernel(
     # The block that covers the target was stored by other threads.
     tl.debug_barrier()
     tl.store(gradients_row + target, at_target.to(gradients.dtype.element_ty), mask=known)
-    tl.store(log_probabilities + row, target_logit - pivot - tl.log(normaliser))
+    logarithm = pivot + tl.log(normaliser)
+    tl.store(log_sum_exp + row, logarithm)
+    tl.store(log_probabilities + row, target_logit - logarithm)
     tl.store(multiplier + row, -logit_scale * inverse_temperature / normaliser)
 
 
@@ -180,7 +190,6 @@ def gradients_kernel(
     inverse_temperature,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
     OVERLAPPING: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -190,9 +199,7 @@ def gradients_kernel(
     # A target outside this slice of the vocabulary matches none of its columns.
     target = tl.load(targets + row) - first_column
     normaliser = tl.load(log_sum_exp + row)
-    row_scale = 1.0
-    if HAS_SCALE:
-        row_scale = tl.load(scale + row)
+    row_scale = tl.load(scale + row)
     offsets = tl.arange(0, BLOCK)
     for start in range(0, padded, BLOCK):
         columns = start + offsets
@@ -209,14 +216,28 @@ def gradients_kernel(
         tl.store(gradients_row + columns, gradient.to(gradients.dtype.element_ty), mask=columns < padded)
 
 
+@triton.jit
+def scale_rows_kernel(values, values_stride, scale, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    values_row = values + row * values_stride
+    row_scale = tl.load(scale + row)
+    for start in range(0, width, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        inside = columns < width
+        x = tl.load(values_row + columns, mask=inside, other=0.0).to(tl.float32) * row_scale
+        tl.store(values_row + columns, x.to(values.dtype.element_ty), mask=inside)
+
+
+# The fastest of 21 shapes tried on an H200 with 512 rows of 128,256 columns: 1.6 ms for 8,192 rows, where the bytes
+# alone take 1.5.
+BLOCK = 2048
+NUM_WARPS = 4
+
+
 def _launch_settings(padded: int) -> dict[str, Any]:
     block = min(BLOCK, triton.next_power_of_2(padded))
     # Said aloud because the default of enable_fp_fusion changes in Triton 3.10, and 3.9 warns about it.
     return {"BLOCK": block, "num_warps": max(1, min(NUM_WARPS, block // 256)), "enable_fp_fusion": True}
-
-
-BLOCK = 8192
-NUM_WARPS = 8
 
 
 def _padded_width(width: int, *row_strides: int) -> int:
@@ -266,16 +287,17 @@ def exponentials(
     bias: torch.Tensor | None,
     logit_map: LogitMap,
     log_probabilities: torch.Tensor,
+    normaliser: torch.Tensor,
     multiplier: torch.Tensor,
+    gain: float,
 ) -> None:
     """See :func:`fusepatch.loss.steps.exponentials`: one read of the logits, one write of the gradients."""
     rows, width = logits.shape
     if gradients.dtype == torch.float16:
         # Exponentials relative to a pivot do not fit float16's range; probabilities do, at the price of a second read.
-        normaliser = torch.empty_like(log_probabilities)
         log_sum_exp(logits, targets, bias, logit_map, log_probabilities, normaliser)
-        gradient_of_logits(logits, gradients, targets, bias, logit_map, normaliser, None, 0)
-        multiplier.fill_(logit_map.slope)
+        gradient_of_logits(logits, gradients, targets, bias, logit_map, normaliser, multiplier.fill_(gain), 0)
+        multiplier.fill_(logit_map.slope / gain)
         return
     padded = _padded_width(width, logits.stride(0), gradients.stride(0))
     exponentials_kernel[(rows,)](
@@ -286,6 +308,7 @@ def exponentials(
         bias if bias is not None else logits,
         targets,
         log_probabilities,
+        normaliser,
         multiplier,
         width,
         padded,
@@ -304,7 +327,7 @@ def gradient_of_logits(
     bias: torch.Tensor | None,
     logit_map: LogitMap,
     normaliser: torch.Tensor,
-    scale: torch.Tensor | None,
+    scale: torch.Tensor,
     first_column: int,
 ) -> None:
     """See :func:`fusepatch.loss.steps.gradient_of_logits`."""
@@ -318,14 +341,21 @@ def gradient_of_logits(
         bias if bias is not None else logits,
         targets,
         normaliser,
-        scale if scale is not None else normaliser,
+        scale,
         first_column,
         width,
         padded,
         *_map_arguments(logit_map),
         HAS_BIAS=bias is not None,
         HAS_SOFTCAP=logit_map.final_logit_softcapping is not None,
-        HAS_SCALE=scale is not None,
         OVERLAPPING=_overlapping(logits, gradients),
         **_launch_settings(padded),
     )
+
+
+def scale_rows(values: torch.Tensor, scale: torch.Tensor) -> None:
+    """See :func:`fusepatch.loss.steps.scale_rows`."""
+    rows, width = values.shape
+    if rows:
+        settings = _launch_settings(width)
+        scale_rows_kernel[(rows,)](values, values.stride(0), scale, width, **settings)

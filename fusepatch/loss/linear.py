@@ -14,15 +14,19 @@ import torch
 
 from fusepatch.loss import products
 from fusepatch.loss.backend import Backend, choose_backend
-from fusepatch.loss.chunks import COLUMN_MULTIPLE, MIB, LogitBuffer, RowPlan, logit_buffer, padded_columns, ranges, rows_within
+from fusepatch.loss.chunks import COLUMN_MULTIPLE, MIB, LogitBuffer, logit_buffer, padded_columns, ranges, rows_within
 from fusepatch.loss.logit_map import LogitMap
 from fusepatch.loss.products import Precision
-from fusepatch.loss.rows import GradientRows, HiddenRows, gradient_rows
+from fusepatch.loss.rows import HiddenRows, gradient_rows
 
 # A group of rows shares one product for grad-weight, which reads and writes all of its float32 sum each time. The group
 # may take this many chunks' memory.
 GROUP_CHUNKS_LEAST = 2
 GROUP_CHUNKS_MOST = 4
+# A slice of the vocabulary stays in a GPU's second-level cache between its products; narrower ones would be bound by
+# reading the hidden states again.
+SLICE_BYTES = 32 * MIB
+SLICE_COLUMNS_LEAST = 1024
 
 
 @dataclass(frozen=True)
@@ -53,11 +57,18 @@ class Head:
 
     @property
     def group_rows(self) -> int:
-        """Rows of a group: what the cast of the float32 sum will need anyway, once the chunk's memory is free again."""
+        """Rows of a group, whole chunks: what the cast of the float32 sum will need anyway, once it may reuse the memory."""
         spare = self.weight.numel() * self.weight.element_size() - self.chunk_bytes
         group_bytes = max(GROUP_CHUNKS_LEAST * self.chunk_bytes, min(spare, GROUP_CHUNKS_MOST * self.chunk_bytes))
-        rows = rows_within(group_bytes, padded_columns(self.vocabulary) * self.precision.gradients.itemsize)
-        return max(rows, self.chunk_rows)
+        rows = group_bytes / (padded_columns(self.vocabulary) * self.precision.gradients.itemsize)
+        return max(round(rows / self.chunk_rows), 1) * self.chunk_rows
+
+    def slice_columns(self, rows: int) -> int:
+        """Columns of a slice of the vocabulary when ``rows`` rows are held at once."""
+        per_column = rows * self.precision.logits.itemsize
+        fitting = max(int(SLICE_BYTES // per_column), SLICE_COLUMNS_LEAST)
+        fitting = min(fitting, int(self.chunk_bytes // per_column)) // COLUMN_MULTIPLE * COLUMN_MULTIPLE
+        return min(max(fitting, COLUMN_MULTIPLE), self.vocabulary)
 
     def operand_weight(self) -> torch.Tensor:
         """The weight as the products take it. A copy only where its dtype is not that of the hidden states."""
@@ -98,18 +109,29 @@ def log_probability_pass(head: Head, hidden: HiddenRows, targets: torch.Tensor) 
 
 @dataclass(frozen=True)
 class HiddenPass:
-    """``values`` [R]: log-probabilities. ``grad_hidden``: of their sum, each row still to be scaled by ``multiplier`` [R]."""
+    """Log-probabilities, and ``grad_hidden`` [B, T, H] of their sum, each row still to be scaled by ``multiplier`` [R]."""
 
-    values: torch.Tensor
+    log_probabilities: LogProbabilities
     multiplier: torch.Tensor
     grad_hidden: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _RowOutputs:
+    values: torch.Tensor
+    log_sum_exp: torch.Tensor
+    multiplier: torch.Tensor
+
+
+def _row_outputs(rows: int, like: torch.Tensor, head: Head) -> _RowOutputs:
+    values, log_sum_exp, multiplier = torch.empty((3, rows), dtype=head.precision.sums, device=like.device).unbind(0)
+    return _RowOutputs(values, log_sum_exp, multiplier)
 
 
 def hidden_gradient_pass(head: Head, hidden: HiddenRows, targets: torch.Tensor) -> HiddenPass:
     """Two products per chunk, log-probabilities and grad-hidden, with no coefficient known. Allocates no [V, H]."""
     rows = hidden.plan.rows
-    values = torch.empty(rows, dtype=head.precision.sums, device=targets.device)
-    multiplier = torch.empty_like(values)
+    outputs = _row_outputs(rows, targets, head)
     gradients = gradient_rows(hidden.hidden, hidden.plan)
     pieces = ranges(0, rows, head.chunk_rows)
     if pieces:
@@ -117,11 +139,15 @@ def hidden_gradient_pass(head: Head, hidden: HiddenRows, targets: torch.Tensor) 
         buffer = head.buffer(pieces[0][1], head.vocabulary, head.precision.gradients)
         for start, stop in pieces:
             written = buffer.gradients(stop - start, head.vocabulary)
-            _write_chunk(head, weight, hidden, targets, buffer, written, values, multiplier, start, stop)
+            _write_chunk(head, weight, hidden, targets, buffer, written, outputs, start, stop)
             out = gradients.out(start, stop)
             products.hidden_gradient_into(out, written, weight, head.precision)
             gradients.put(start, out)
-    return HiddenPass(values, multiplier, gradients.total)
+    return HiddenPass(
+        LogProbabilities(outputs.values, outputs.log_sum_exp),
+        outputs.multiplier * head.precision.gain,
+        gradients.total.view(hidden.hidden.shape),
+    )
 
 
 def _write_chunk(
@@ -131,8 +157,7 @@ def _write_chunk(
     targets: torch.Tensor,
     buffer: LogitBuffer,
     written: torch.Tensor,
-    values: torch.Tensor,
-    multiplier: torch.Tensor,
+    outputs: _RowOutputs,
     start: int,
     stop: int,
 ) -> None:
@@ -144,9 +169,17 @@ def _write_chunk(
         targets[start:stop],
         head.bias,
         head.logit_map,
-        values[start:stop],
-        multiplier[start:stop],
+        outputs.values[start:stop],
+        outputs.log_sum_exp[start:stop],
+        outputs.multiplier[start:stop],
+        head.precision.gain,
     )
+
+
+def scale_hidden_gradient(head: Head, grad_hidden: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Multiply grad-hidden [B, T, H] by ``scale`` [B, T] in place."""
+    head.backend.steps.scale_rows(grad_hidden.view(-1, grad_hidden.shape[-1]), scale.reshape(-1))
+    return grad_hidden
 
 
 @dataclass(frozen=True)
@@ -185,7 +218,7 @@ def coefficient_limit(head: Head, coefficients: torch.Tensor) -> torch.Tensor | 
 
     A coefficient is about one over the number of tokens: rows scaled by it would lose their digits in float16.
     """
-    if head.precision.rows != torch.float16 or coefficients.numel() == 0:
+    if not head.precision.narrow_range or coefficients.numel() == 0:
         return None
     return coefficients.abs().amax().clamp(min=torch.finfo(torch.float32).tiny)
 
@@ -210,22 +243,24 @@ def grouped_gradient_pass(
     precision = head.precision
     rows = hidden.plan.rows
     device = targets.device
-    values = torch.empty(rows, dtype=precision.sums, device=device)
-    multiplier = torch.empty_like(values)
+    outputs = _row_outputs(rows, targets, head)
     grad_hidden = gradient_rows(hidden.hidden, hidden.plan) if wanted.hidden else None
     weight_sum: torch.Tensor | None = None
     bias_sum = torch.zeros((1, head.vocabulary), dtype=precision.sums, device=device) if wanted.bias else None
-    groups = ranges(0, rows, head.group_rows)
+    groups = ranges(0, rows, head.group_rows, head.chunk_rows)
     if groups:
         weight = head.operand_weight()
+        # With one group there is nothing to add up: the product rounds once, to the dtype of the gradient.
+        direct = len(groups) == 1 and head.weight.dtype == precision.gradients and not precision.narrow_range
+        sum_dtype = head.weight.dtype if direct else precision.sums
         group_size = groups[0][1]
         chunk_size = ranges(0, group_size, head.chunk_rows)[0][1]
-        stride = padded_columns(head.vocabulary)
         shares_buffer = chunk_size == group_size
         buffer = head.buffer(chunk_size, head.vocabulary, precision.gradients if shares_buffer else None)
         group = None
         if not shares_buffer:
-            group = torch.empty((group_size, stride), dtype=precision.gradients, device=device)
+            shape = (group_size, padded_columns(head.vocabulary))
+            group = torch.empty(shape, dtype=precision.gradients, device=device)
         for start, stop in groups:
             if group is None:
                 written = buffer.gradients(stop - start, head.vocabulary)
@@ -233,22 +268,23 @@ def grouped_gradient_pass(
                 written = group[: stop - start, : head.vocabulary]
             for first, last in ranges(start, stop, chunk_size):
                 part = written[first - start : last - start]
-                _write_chunk(head, weight, hidden, targets, buffer, part, values, multiplier, first, last)
-            found = coefficients(values, start, stop)
-            scale = found * multiplier[start:stop]
-            if limit is None:
-                limit = coefficient_limit(head, found)
+                _write_chunk(head, weight, hidden, targets, buffer, part, outputs, first, last)
+            found = coefficients(outputs.values, start, stop)
+            scale = found * outputs.multiplier[start:stop]
             if grad_hidden is not None:
                 out = grad_hidden.out(start, stop)
                 products.hidden_gradient_into(out, written, weight, precision)
-                grad_hidden.put(start, out.mul_(scale.unsqueeze(-1)))
+                head.backend.steps.scale_rows(out, scale * precision.gain)
+                grad_hidden.put(start, out)
+            if limit is None:
+                limit = coefficient_limit(head, found)
             if limit is not None:
-                scale = scale / limit
+                # With float16 operands every row of the multiplier is slope / gain, which waits until the end.
+                scale = found / limit
             if wanted.weight:
-                scaled = hidden.take(start, stop) * scale.unsqueeze(-1)
-                scaled = scaled.to(precision.rows)
+                scaled = (hidden.take(start, stop) * scale.unsqueeze(-1)).to(precision.rows)
                 if weight_sum is None:
-                    weight_sum = torch.empty(head.weight.shape, dtype=precision.sums, device=device)
+                    weight_sum = torch.empty(head.weight.shape, dtype=sum_dtype, device=device)
                     products.product_into(weight_sum, written.t(), scaled)
                 else:
                     products.add_product(weight_sum, written.t(), scaled)
@@ -257,18 +293,19 @@ def grouped_gradient_pass(
                 products.add_product(bias_sum, scale.to(precision.gradients).unsqueeze(0), written)
         # Free before the cast, which needs memory of the weight's size.
         del buffer, group, written, part, weight
-    return values, Gradients(
+    factor = None if limit is None else limit * (head.logit_map.slope / precision.gain)
+    return outputs.values, Gradients(
         grad_hidden.total.view(hidden.hidden.shape) if grad_hidden is not None else None,
-        _finished(weight_sum, head.weight, limit) if wanted.weight else None,
-        _finished(bias_sum, head.bias, limit) if wanted.bias and head.bias is not None else None,
+        _finished(weight_sum, head.weight, factor) if wanted.weight else None,
+        _finished(bias_sum, head.bias, factor) if wanted.bias and head.bias is not None else None,
     )
 
 
-def _finished(total: torch.Tensor | None, like: torch.Tensor, limit: torch.Tensor | None) -> torch.Tensor:
+def _finished(total: torch.Tensor | None, like: torch.Tensor, factor: torch.Tensor | None) -> torch.Tensor:
     if total is None:
         return torch.zeros_like(like)
-    if limit is not None:
-        total.mul_(limit)
+    if factor is not None:
+        total.mul_(factor)
     return total.view(like.shape).to(like.dtype)
 
 
@@ -279,40 +316,35 @@ def vocabulary_gradient_pass(
     wanted: Wanted,
     log_sum_exp: torch.Tensor,
     coefficients: torch.Tensor,
-    limit: torch.Tensor | None = None,
 ) -> Gradients:
-    """Gradients by slices of the vocabulary, all rows at once: no float32 [V, H] sum, one more product than one pass.
+    """Grad-weight and grad-bias by slices of the vocabulary, all rows at once: two products, no float32 [V, H] sum.
 
     Args:
         log_sum_exp, coefficients: [R], from a pass before this one and from the policy.
-        limit: from :func:`coefficient_limit`.
     """
     precision = head.precision
     rows = hidden.plan.rows
     device = targets.device
     scale = coefficients * head.logit_map.slope
+    factor = None
+    limit = coefficient_limit(head, scale)
     if limit is not None:
-        scale = scale / limit
-    sums = None
-    if wanted.hidden:
-        sums = torch.zeros((rows, hidden.hidden.shape[-1]), dtype=precision.sums, device=device)
-    grad_weight = torch.zeros_like(head.weight) if wanted.weight and not rows else None
-    if wanted.weight and rows:
-        grad_weight = torch.empty(head.weight.shape, dtype=head.weight.dtype, device=device)
+        scale = scale * (precision.gain / limit)
+        factor = limit / precision.gain
+    make = torch.empty if rows else torch.zeros
+    grad_weight = make(head.weight.shape, dtype=head.weight.dtype, device=device) if wanted.weight else None
     grad_bias = torch.zeros(head.vocabulary, dtype=precision.sums, device=device) if wanted.bias else None
     if rows:
         states = hidden.take(0, rows)
-        fitting = int(head.chunk_bytes // (rows * precision.logits.itemsize)) // COLUMN_MULTIPLE * COLUMN_MULTIPLE
-        width = min(max(fitting, COLUMN_MULTIPLE), head.vocabulary)
+        width = head.slice_columns(rows)
         buffer = head.buffer(rows, width, precision.gradients)
         ones = torch.ones((1, rows), dtype=precision.gradients, device=device)
         for part in products.slices(head.vocabulary, width):
             weight = head.weight[part]
             if not precision.widened:
                 weight = weight.to(precision.operand)
-            columns = weight.shape[0]
-            logits = buffer.logits(rows, columns)
-            written = buffer.gradients(rows, columns)
+            logits = buffer.logits(rows, weight.shape[0])
+            written = buffer.gradients(rows, weight.shape[0])
             products.logits_into(logits, states, weight, precision)
             head.backend.steps.gradient_of_logits(
                 logits,
@@ -324,39 +356,26 @@ def vocabulary_gradient_pass(
                 scale,
                 part.start,
             )
-            if sums is not None:
-                products.add_hidden_gradient(sums, written, weight, precision)
             if grad_weight is not None:
-                _slice_of_weight_gradient(grad_weight[part], written, states, limit)
+                _slice_of_weight_gradient(grad_weight[part], written, states, factor)
             if grad_bias is not None:
                 products.product_into(grad_bias[part].unsqueeze(0), ones, written)
-        del buffer, logits, written, states
-    grad_hidden = None
-    if sums is not None:
-        if limit is not None:
-            sums.mul_(limit)
-        if hidden.plan.index is None:
-            grad_hidden = sums.to(hidden.hidden.dtype).view(hidden.hidden.shape)
-        else:
-            collected: GradientRows = gradient_rows(hidden.hidden, hidden.plan)
-            collected.put(0, sums.to(hidden.hidden.dtype))
-            grad_hidden = collected.total.view(hidden.hidden.shape)
     return Gradients(
-        grad_hidden,
+        None,
         grad_weight,
-        _finished(grad_bias, head.bias, limit) if wanted.bias and head.bias is not None else None,
+        _finished(grad_bias, head.bias, factor) if wanted.bias and head.bias is not None else None,
     )
 
 
 def _slice_of_weight_gradient(
-    out: torch.Tensor, written: torch.Tensor, states: torch.Tensor, limit: torch.Tensor | None
+    out: torch.Tensor, written: torch.Tensor, states: torch.Tensor, factor: torch.Tensor | None
 ) -> None:
-    if out.dtype == written.dtype and limit is None:
+    if out.dtype == written.dtype and factor is None:
         products.product_into(out, written.t(), states)
         return
     total = torch.empty(out.shape, dtype=torch.promote_types(torch.float32, written.dtype), device=out.device)
     products.product_into(total, written.t(), states)
-    out.copy_(total if limit is None else total.mul_(limit))
+    out.copy_(total if factor is None else total.mul_(factor))
 
 
 def make_head(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from fusepatch.loss.chunks import plan_all_rows
 from fusepatch.loss.linear import Head, Wanted, grouped_gradient_pass, log_probability_pass, make_head
-from fusepatch.loss.logit_map import LogitMap
+from fusepatch.loss.logit_map import PLAIN, LogitMap
 from fusepatch.loss.policy_loss import DEFAULT_CHUNK_MIB
 from fusepatch.loss.rows import HiddenRows
 
@@ -49,7 +50,7 @@ def linear_log_probabilities(
     targets: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    logit_map: LogitMap = LogitMap(),
+    logit_map: LogitMap = PLAIN,
     chunk_mib: float = DEFAULT_CHUNK_MIB,
     backend: str = "auto",
 ) -> torch.Tensor:
@@ -76,5 +77,5 @@ def linear_log_probabilities(
             f"{tuple(hidden.shape)}, {tuple(weight.shape)} and {tuple(targets.shape)}"
         )
     head = make_head(hidden, weight, bias, logit_map, backend, chunk_mib)
-    result: torch.Tensor = _LinearLogProbabilities.apply(hidden, weight, bias, targets.to(torch.int64), head)
-    return result
+    apply: Callable[..., torch.Tensor] = _LinearLogProbabilities.apply
+    return apply(hidden, weight, bias, targets.to(torch.int64), head)

@@ -34,3 +34,6 @@ class LogitMap:
     def slope(self) -> float:
         """Derivative of a logit with respect to the raw head output, the soft cap left out."""
         return self.logit_scale / self.temperature
+
+
+PLAIN = LogitMap()

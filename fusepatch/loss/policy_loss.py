@@ -23,9 +23,10 @@ from fusepatch.loss.linear import (
     hidden_gradient_pass,
     log_probability_pass,
     make_head,
+    scale_hidden_gradient,
     vocabulary_gradient_pass,
 )
-from fusepatch.loss.logit_map import LogitMap
+from fusepatch.loss.logit_map import PLAIN, LogitMap
 from fusepatch.loss.rows import HiddenRows
 from fusepatch.loss.separability import PolicyTraits
 
@@ -113,7 +114,7 @@ def linear_policy_loss(
     reference_log_probabilities: torch.Tensor | None = None,
     reference_head: ReferenceHead | None = None,
     sampling_ratio: torch.Tensor | None = None,
-    logit_map: LogitMap = LogitMap(),
+    logit_map: LogitMap = PLAIN,
     prefer: str = "speed",
     chunk_mib: float = DEFAULT_CHUNK_MIB,
     backend: str = "auto",
@@ -121,15 +122,14 @@ def linear_policy_loss(
     """Compute a policy's loss over the log-probabilities of ``targets``, and the gradients that are wanted.
 
     Call it where grad mode is off, as inside ``torch.autograd.Function.forward``. No argument is modified. One host sync
-    per call for the number of rows that enter (none where every row must), one more where the log-probabilities come
-    first, to leave out rows whose coefficient turned out to be zero. How often the policy is called:
+    per call for the number of rows that enter (none where every row must), one more where parameter gradients come after
+    the policy, to leave out rows whose coefficient turned out to be zero. How often the policy is called:
 
     - no gradient wanted: once, without grad mode;
     - only grad-hidden wanted (a frozen head): once, after all log-probabilities. Two matrix products in all, whatever the
       policy, since a row's coefficient may be applied after them;
     - grad-weight or grad-bias wanted: with fixed coefficients twice; with a separable policy once per group of rows
-      and once at the end; else once, after a pass for the log-probabilities (four products instead of three),
-      unless all rows fit one group.
+      and once at the end; else once, three products where all rows fit one group and four where not.
 
     The number of calls can differ between ranks only in the separable case: a collective inside the policy
     has to be made once by the caller and its result kept.
@@ -168,9 +168,7 @@ def linear_policy_loss(
     row_targets = plan.take(targets).to(torch.int64)
     if reference_head is not None:
         reference_log_probabilities = _reference(reference_head, plan, row_targets, logit_map, backend, chunk_mib)
-    inputs = _sanitised(
-        plan, mask, advantages, old_log_probabilities, reference_log_probabilities, sampling_ratio
-    )
+    inputs = _sanitised(plan, mask, advantages, old_log_probabilities, reference_log_probabilities, sampling_ratio)
     call = _Call(head, rows, row_targets, inputs, policy, traits)
     if not wanted.any:
         result = _evaluate(call)
@@ -182,10 +180,10 @@ def linear_policy_loss(
         result = _fixed(call, wanted)
     elif plan.rows <= head.group_rows:
         result = _one_group(call, wanted)
-    elif traits.separable and head.precision.operand != torch.float16:
+    elif traits.separable and not head.precision.narrow_range:
         result = _by_groups(call, wanted)
     else:
-        result = _two_phases(call, wanted)
+        result = _by_vocabulary(call, wanted)
     if mask.numel() == 0:
         # Some loss types divide by the number of sequences; the sum over nothing is nothing.
         result = replace(result, loss=torch.zeros_like(result.loss))
@@ -338,9 +336,7 @@ def _result(
     metrics: tuple[torch.Tensor, ...],
     gradients: Gradients,
 ) -> PolicyLoss:
-    return PolicyLoss(
-        loss, metrics, gradients, inputs.log_probabilities.detach(), call.plan.rows, call.head.backend
-    )
+    return PolicyLoss(loss, metrics, gradients, inputs.log_probabilities.detach(), call.plan.rows, call.head.backend)
 
 
 def _evaluate(call: _Call) -> PolicyLoss:
@@ -350,19 +346,12 @@ def _evaluate(call: _Call) -> PolicyLoss:
 
 def _hidden_only(call: _Call) -> PolicyLoss:
     done = hidden_gradient_pass(call.head, call.rows, call.targets)
-    inputs = call.with_values(done.values)
+    inputs = call.with_values(done.log_probabilities.values)
     # After the products were queued, so that the policy's many small launches run ahead of them.
     loss, metrics, coefficients = _loss_and_coefficients(call.policy, inputs)
     scale = coefficients * call.plan.put(done.multiplier)
-    grad_hidden = done.grad_hidden.mul_(scale.view(-1, 1)).view(call.rows.hidden.shape)
+    grad_hidden = scale_hidden_gradient(call.head, done.grad_hidden, scale)
     return _result(call, inputs, loss, metrics, Gradients(grad_hidden, None, None))
-
-
-def _known(coefficients: torch.Tensor) -> Callable[[torch.Tensor, int, int], torch.Tensor]:
-    def source(values: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        return coefficients[start:stop]
-
-    return source
 
 
 def _fixed(call: _Call, wanted: Wanted) -> PolicyLoss:
@@ -375,7 +364,7 @@ def _fixed(call: _Call, wanted: Wanted) -> PolicyLoss:
         return known[0][start:stop]
 
     limit = None
-    if call.head.precision.operand == torch.float16:
+    if call.head.precision.narrow_range:
         source(call.targets, 0, 0)
         limit = coefficient_limit(call.head, known[0])
     values, gradients = grouped_gradient_pass(call.head, call.rows, call.targets, wanted, source, limit)
@@ -425,54 +414,29 @@ def _by_groups(call: _Call, wanted: Wanted) -> PolicyLoss:
     return _result(call, inputs, *_loss(call.policy, inputs), gradients)
 
 
-@dataclass(frozen=True)
-class _SecondPhase:
-    inputs: PolicyInputs
-    loss: torch.Tensor
-    metrics: tuple[torch.Tensor, ...]
-    rows: HiddenRows
-    targets: torch.Tensor
-    coefficients: torch.Tensor
-    log_sum_exp: torch.Tensor
-
-
-def _first_phase(call: _Call) -> _SecondPhase:
-    """All log-probabilities, the policy, and what is left to do: the rows whose coefficient is not zero."""
-    done = log_probability_pass(call.head, call.rows, call.targets)
-    inputs = call.with_values(done.values)
-    loss, metrics, coefficients = _loss_and_coefficients(call.policy, inputs)
-    keep = coefficients != 0
-    if call.plan.computed is not None:
-        keep = keep & call.plan.computed
-    left = plan_rows(keep) if keep.numel() else call.plan
-    return _SecondPhase(
-        inputs,
-        loss,
-        metrics,
-        replace(call.rows, plan=left),
-        left.take(call.plan.put(call.targets)),
-        left.take(coefficients),
-        left.take(call.plan.put(done.log_sum_exp)),
-    )
-
-
-def _two_phases(call: _Call, wanted: Wanted) -> PolicyLoss:
-    left = _first_phase(call)
-    _, gradients = grouped_gradient_pass(
-        call.head, left.rows, left.targets, wanted, _known(left.coefficients), coefficient_limit(call.head, left.coefficients)
-    )
-    return _result(call, left.inputs, left.loss, left.metrics, gradients)
-
-
 def _by_vocabulary(call: _Call, wanted: Wanted) -> PolicyLoss:
-    left = _first_phase(call)
+    """All log-probabilities (with grad-hidden on the way), the policy, then the parameters' gradients."""
+    grad_hidden = multiplier = None
+    if wanted.hidden:
+        done = hidden_gradient_pass(call.head, call.rows, call.targets)
+        found, multiplier, grad_hidden = done.log_probabilities, done.multiplier, done.grad_hidden
+    else:
+        found = log_probability_pass(call.head, call.rows, call.targets)
+    inputs = call.with_values(found.values)
+    loss, metrics, coefficients = _loss_and_coefficients(call.policy, inputs)
+    if grad_hidden is not None and multiplier is not None:
+        scale_hidden_gradient(call.head, grad_hidden, coefficients * call.plan.put(multiplier))
+    left = call.plan
+    if not call.traits.fixed_coefficients and coefficients.numel():
+        # Clipped tokens: the second sync costs less than their products.
+        keep = coefficients != 0
+        left = plan_rows(keep if left.computed is None else keep & left.computed)
     gradients = vocabulary_gradient_pass(
         call.head,
-        left.rows,
-        left.targets,
+        replace(call.rows, plan=left),
+        left.take(call.plan.put(call.targets)),
         wanted,
-        left.log_sum_exp,
-        left.coefficients,
-        coefficient_limit(call.head, left.coefficients),
+        left.take(call.plan.put(found.log_sum_exp)),
+        left.take(coefficients),
     )
-    return _result(call, left.inputs, left.loss, left.metrics, gradients)
+    return _result(call, inputs, loss, metrics, replace(gradients, hidden=grad_hidden))

@@ -16,6 +16,7 @@ from fusepatch.loss.backend import float32_products_of_half
 
 HALF = (torch.float16, torch.bfloat16)
 WIDENED_SLICE = 4096
+FLOAT16_GAIN = float(1 << 14)
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class Precision:
     logits: the dtype of the raw head output.
     gradients: the dtype of its gradient, the operand of the products that follow.
     sums: the dtype of log-probabilities, log-sum-exp and accumulated gradients.
+    gain: what the gradient of the logits is multiplied by while it is in float16, whose smallest normal number is
+        larger than a typical probability; 1 elsewhere.
     """
 
     operand: torch.dtype
@@ -35,10 +38,16 @@ class Precision:
     logits: torch.dtype
     gradients: torch.dtype
     sums: torch.dtype
+    gain: float = 1.0
 
     @property
     def widened(self) -> bool:
         return self.rows != self.operand
+
+    @property
+    def narrow_range(self) -> bool:
+        """Whether products run in float16, where a coefficient of one over the number of tokens loses its digits."""
+        return self.rows == torch.float16
 
 
 def _autocast_dtype(device: torch.device) -> torch.dtype | None:
@@ -62,8 +71,10 @@ def choose_precision(hidden: torch.Tensor) -> Precision:
         return Precision(operand, operand, operand, operand, torch.float32)
     if hidden.device.type != "cuda":
         return Precision(operand, torch.float32, torch.float32, torch.float32, torch.float32)
-    logits = torch.float32 if float32_products_of_half(hidden.device) else operand
-    return Precision(operand, operand, logits, operand, torch.float32)
+    if not float32_products_of_half(hidden.device):
+        return Precision(operand, operand, operand, operand, torch.float32)
+    gain = FLOAT16_GAIN if operand == torch.float16 else 1.0
+    return Precision(operand, operand, torch.float32, operand, torch.float32, gain)
 
 
 def slices(columns: int, limit: int) -> Iterator[slice]:
@@ -77,7 +88,7 @@ def product_into(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     if out.dtype == a.dtype:
         torch.mm(a, b, out=out)
     elif out.dtype == torch.float32 and float32_products_of_half(out.device):
-        torch.mm(a, b, out_dtype=torch.float32, out=out)  # type: ignore[call-overload]
+        torch.mm(a, b, out_dtype=torch.float32, out=out)
     else:
         narrow = torch.empty(out.shape, dtype=a.dtype, device=out.device)
         out.copy_(torch.mm(a, b, out=narrow))
@@ -88,7 +99,7 @@ def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     if total.dtype == a.dtype:
         torch.addmm(total, a, b, out=total)
     elif float32_products_of_half(total.device):
-        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)  # type: ignore[call-overload]
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
         # No product of half operands adds to float32 here; a slice at a time keeps the narrow copy small.
         for part in slices(total.shape[0], WIDENED_SLICE):
@@ -108,24 +119,19 @@ def logits_into(out: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor, pre
 def hidden_gradient_into(
     out: torch.Tensor, gradients: torch.Tensor, weight: torch.Tensor, precision: Precision
 ) -> None:
-    """``out[R, H] = gradients[R, V] @ weight[V, H]``."""
-    if not precision.widened:
+    """``out[R, H] = gradients[R, V] @ weight[V, H] / gain``."""
+    if precision.widened:
+        total = torch.zeros(out.shape, dtype=gradients.dtype, device=out.device)
+        for part in slices(weight.shape[0], WIDENED_SLICE):
+            torch.addmm(total, gradients[:, part], _widened(weight[part], precision), out=total)
+        out.copy_(total)
+    elif precision.gain != 1.0:
+        # The product of raised gradients does not fit float16.
+        total = torch.empty(out.shape, dtype=torch.float32, device=out.device)
+        product_into(total, gradients, weight)
+        torch.mul(total, 1.0 / precision.gain, out=out)
+    else:
         product_into(out, gradients, weight)
-        return
-    total = torch.zeros(out.shape, dtype=gradients.dtype, device=out.device)
-    add_hidden_gradient(total, gradients, weight, precision)
-    out.copy_(total)
-
-
-def add_hidden_gradient(
-    total: torch.Tensor, gradients: torch.Tensor, weight: torch.Tensor, precision: Precision
-) -> None:
-    """``total[R, H] += gradients[R, V] @ weight[V, H]``."""
-    if not precision.widened:
-        add_product(total, gradients, weight)
-        return
-    for part in slices(weight.shape[0], WIDENED_SLICE):
-        torch.addmm(total, gradients[:, part], _widened(weight[part], precision), out=total)
 
 
 def _widened(weight: torch.Tensor, precision: Precision) -> torch.Tensor:

@@ -25,10 +25,8 @@ class HiddenRows:
         flat = batch == 1 or length == 1 or stride[0] == length * stride[1]
         if flat:
             view = self.hidden.as_strided((batch * length, width), (stride[1] if length > 1 else stride[0], stride[2]))
-            if self.plan.index is None:
-                rows = view[start:stop]
-            else:
-                rows = view.index_select(0, self.plan.index[start:stop])
+            index = self.plan.index
+            rows = view[start:stop] if index is None else view.index_select(0, index[start:stop])
         else:
             positions = self.plan.positions(start, stop, self.hidden.device)
             rows = self.hidden[positions // length, positions % length]

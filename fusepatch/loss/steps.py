@@ -1,6 +1,6 @@
 """The steps between two matrix products, in plain torch: the form for the CPU and wherever Triton cannot run.
 
-``fusepatch.loss.kernels`` has the same three functions with the same arguments. Shapes: ``logits`` is [R, W], the raw
+``fusepatch.loss.kernels`` has the same functions with the same arguments. Shapes: ``logits`` is [R, W], the raw
 output of the head in float32 (or lower where the hardware leaves no choice), rows contiguous, row stride at least W;
 ``gradients`` is [R, W] of any floating dtype and may share memory with ``logits``; ``targets`` is int64 [R]; ``bias`` is
 [W] or None; the row outputs are float32 [R] (float64 for float64 logits). ``logits`` holds nothing of use afterwards.
@@ -70,19 +70,22 @@ def exponentials(
     bias: torch.Tensor | None,
     logit_map: LogitMap,
     log_probabilities: torch.Tensor,
+    normaliser: torch.Tensor,
     multiplier: torch.Tensor,
+    gain: float,
 ) -> None:
-    """Write each row's log-probability and its gradient up to a factor.
+    """Write each row's log-probability, its log-sum-exp, and the gradient of the former up to a factor.
 
     The gradient of ``log_probabilities[r]`` with respect to the raw head output of row r is
     ``multiplier[r] * gradients[r]``. The factor is kept apart because it commutes with the matrix product that follows,
-    so neither the log-sum-exp nor the policy's coefficient has to be known when the row is written.
+    so neither the log-sum-exp nor the policy's coefficient has to be known when the row is written. ``gain`` raises
+    what is written where float16 would lose small probabilities; 1 for other dtypes.
     """
     x, slope = _to_logits(logits, bias, logit_map)
-    normaliser = torch.logsumexp(x, dim=-1, keepdim=True)
-    torch.sub(_target_logit(x, targets), normaliser.squeeze(-1), out=log_probabilities)
-    _write_gradient(x, slope, gradients, targets, normaliser, None, 0)
-    multiplier.fill_(logit_map.slope)
+    torch.logsumexp(x, dim=-1, out=normaliser)
+    torch.sub(_target_logit(x, targets), normaliser, out=log_probabilities)
+    _write_gradient(x, slope, gradients, targets, normaliser, multiplier.fill_(gain), 0)
+    multiplier.fill_(logit_map.slope / gain)
 
 
 def gradient_of_logits(
@@ -92,16 +95,16 @@ def gradient_of_logits(
     bias: torch.Tensor | None,
     logit_map: LogitMap,
     normaliser: torch.Tensor,
-    scale: torch.Tensor | None,
+    scale: torch.Tensor,
     first_column: int,
 ) -> None:
     """Write ``scale[r] * slope of the soft cap * (onehot - probability)`` for a slice of the vocabulary.
 
     ``logits`` holds the columns from ``first_column`` on, ``normaliser`` the log-sum-exp over the whole vocabulary,
-    ``scale`` is float32 [R] or None for 1. :attr:`LogitMap.slope` is not part of it.
+    ``scale`` is float32 [R]. :attr:`LogitMap.slope` is not part of it.
     """
     x, slope = _to_logits(logits, bias, logit_map)
-    _write_gradient(x, slope, gradients, targets, normaliser.unsqueeze(-1), scale, first_column)
+    _write_gradient(x, slope, gradients, targets, normaliser, scale, first_column)
 
 
 def _write_gradient(
@@ -110,15 +113,19 @@ def _write_gradient(
     gradients: torch.Tensor,
     targets: torch.Tensor,
     normaliser: torch.Tensor,
-    scale: torch.Tensor | None,
+    scale: torch.Tensor,
     first_column: int,
 ) -> None:
-    probabilities = x.sub_(normaliser).exp_()
+    probabilities = x.sub_(normaliser.unsqueeze(-1)).exp_()
     columns, known = _target_columns(targets, x.shape[1], first_column)
     x = probabilities.neg_().scatter_add_(1, columns, known.to(x.dtype))
     if slope is not None:
         x.mul_(slope)
-    if scale is not None:
-        x.mul_(scale.unsqueeze(-1))
+    x.mul_(scale.unsqueeze(-1))
     if x.data_ptr() != gradients.data_ptr():
         gradients.copy_(x)
+
+
+def scale_rows(values: torch.Tensor, scale: torch.Tensor) -> None:
+    """``values[r] *= scale[r]`` in place, rounded once; ``values`` is [R, H] with contiguous rows, ``scale`` [R]."""
+    values.mul_(scale.unsqueeze(-1))
