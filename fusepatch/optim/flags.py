@@ -77,8 +77,17 @@ def decide(group: Group, request: Request) -> Decision:
     notes: list[Note] = []
     foreach, foreach_asked = _foreach(group, request, notes)
     fused, foreach, chosen = _fused(group, request, foreach, foreach_asked, notes)
+    if fused and foreach and request.fused != "keep":
+        fused, foreach = _one_of_both(group)
     eps = _eps(group, request, notes)
     return Decision(fused, foreach, eps, chosen, (*_replacements(group, request, fused, foreach, eps), *notes))
+
+
+def _one_of_both(group: Group) -> tuple[bool | None, bool | None]:
+    """Both arrived true: the user's stays, between two of a framework the multi-tensor form; torch refuses two of a user."""
+    if not group.got("fused").by_user:
+        return None, True
+    return True, (True if group.got("foreach").by_user else None)
 
 
 def _foreach(group: Group, request: Request, notes: list[Note]) -> tuple[bool | None, bool]:
@@ -208,13 +217,12 @@ def _replacements(group: Group, request: Request, fused: bool | None, foreach: b
 def _because(flag: str, fused: bool | None, foreach: bool | None, request: Request) -> str:
     if flag == "eps":
         return f"FUSEPATCH_OPTIMIZER_EPS={request.eps:g}"
-    if flag == "foreach" and request.foreach is None:
-        return "FUSEPATCH_OPTIMIZER_FUSED=1, which excludes it"
-    if flag == "foreach":
-        return f"FUSEPATCH_OPTIMIZER_FOREACH={int(bool(request.foreach))}"
-    if isinstance(request.fused, bool):
-        return f"FUSEPATCH_OPTIMIZER_FUSED={int(request.fused)}"
-    return "FUSEPATCH_OPTIMIZER_FOREACH=1, which excludes it" if foreach and not fused else "automatic"
+    asked, other, excluded_by = (
+        (request.fused, foreach, "foreach") if flag == "fused" else (request.foreach, fused, "fused")
+    )
+    if isinstance(asked, bool) and bool(fused if flag == "fused" else foreach) == asked:
+        return f"FUSEPATCH_OPTIMIZER_{flag.upper()}={int(asked)}"
+    return f"{excluded_by}=True, which excludes it" if other else "automatic"
 
 
 def with_flags_of(live: list[dict[str, Any]], saved: list[dict[str, Any]]) -> list[dict[str, Any]]:

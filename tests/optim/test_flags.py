@@ -54,6 +54,10 @@ def kinds(decision: Decision) -> set[str]:
         (framework(foreach=False), Request(), CAN, None, False, {"fallback"}),
         (user(fused=False), Request(), CAN, False, None, set()),
         (user(foreach=True), Request(), CAN, None, True, {"fallback"}),
+        (framework(fused=True, foreach=True), Request(), CAN, None, True, {"replaced"}),
+        (framework(fused=True) | user(foreach=True), Request(), CAN, None, True, {"replaced"}),
+        (user(fused=True) | framework(foreach=True), Request(), CAN, True, None, {"replaced"}),
+        (user(fused=True, foreach=True), Request(), CAN, True, True, set()),
         # FUSED=1
         ({}, Request(fused=True), CAN, True, None, {"replaced"}),
         ({}, Request(fused=True), CAREFUL, True, None, {"replaced", "warning"}),
@@ -99,7 +103,6 @@ def test_fused_and_foreach(
     decision = decide(group(passed, verdict), request_)
     assert (decision.fused, decision.foreach) == (fused, foreach)
     assert kinds(decision) == told
-    assert not (decision.fused and decision.foreach)
 
 
 def test_never_both_whatever_is_passed_and_asked() -> None:
@@ -114,12 +117,12 @@ def test_never_both_whatever_is_passed_and_asked() -> None:
                     for flag, value in (("fused", fused), ("foreach", foreach))
                     if value is not None
                 }
-                if fused and foreach:
-                    continue  # a framework's too
                 for asked_fused in (None, True, False, "keep"):
                     for asked_foreach in values:
                         if asked_fused is True and asked_foreach:
                             continue  # refused when the settings are read
+                        if asked_fused == "keep" and fused and foreach:
+                            continue  # left alone, both
                         for verdict in (CAN, CANNOT, CAREFUL):
                             decision = decide(group(passed, verdict), Request(asked_fused, asked_foreach))
                             assert not (decision.fused and decision.foreach), (passed, asked_fused, asked_foreach)
@@ -175,7 +178,7 @@ def test_texts_name_value_source_and_cause() -> None:
         "eps: 1e-08 from transformers.trainer -> 1e-06 (FUSEPATCH_OPTIMIZER_EPS=1e-06)",
     ]
     (note,) = decide(group(framework(fused=True)), Request(foreach=True)).notes[:1]
-    assert note.text.endswith("(FUSEPATCH_OPTIMIZER_FOREACH=1, which excludes it)")
+    assert note.text.endswith("(foreach=True, which excludes it)")
 
 
 def test_a_checkpoints_groups_take_the_live_flags_and_nothing_else() -> None:
