@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import sys
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # what is imported here is paid for by every child; `os` and `sys` are loaded before it
+    from importlib.machinery import ModuleSpec
 
 TRIGGERS = frozenset({"liger_kernel", "torch", "transformers", "trl"})
 """Top-level import names that bring the package in: torch, and every upstream that a patch has a site in."""
@@ -19,9 +21,13 @@ class _Finder:
     """Brings the package in at the first import of a trigger, then steps aside."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        if name not in TRIGGERS or self not in sys.meta_path:
+        if name not in TRIGGERS:
             return None
-        sys.meta_path.remove(self)
+        from contextlib import suppress
+        from importlib.util import find_spec
+
+        with suppress(ValueError):  # another thread may have been faster; the import below waits for it
+            sys.meta_path.remove(self)
         _import_package()
         # Asked again, so that the hooks which the package has just put in front of the finders see this import too.
         return find_spec(name)
