@@ -119,9 +119,40 @@ def test_an_upstream_that_is_not_installed_stays_an_import_error() -> None:
     assert lines(done.stdout) == ["No module named 'not_installed_anywhere' True"]
 
 
-def test_hooks_that_were_set_on_the_way_see_the_very_import_that_brought_the_package() -> None:
+def test_hooks_on_a_trigger_itself_see_the_very_import_that_brought_the_package() -> None:
     code = """
-        import sys
+        import fusepatch_startup, wrapt
+        bring = fusepatch_startup._import_package
+        def bring_and_hook():
+            bring()
+            wrapt.register_post_import_hook(lambda module: print("hook saw", module.__name__), "trl")
+        fusepatch_startup._import_package = bring_and_hook
+        import trl
+    """
+    assert lines(fresh(code, env={"FUSEPATCH": "1"}, check=True).stdout) == ["hook saw trl"]
+
+
+def test_a_second_thread_that_meets_the_finder_on_its_way_out_brings_the_package_too() -> None:
+    code = """
+        import sys, fusepatch_startup
+        (finder,) = [finder for finder in sys.meta_path if isinstance(finder, fusepatch_startup._Finder)]
+        sys.meta_path.remove(finder)  # what the first thread does while the second one is already asking it
+        print(finder.find_spec("trl").name, "fusepatch" in sys.modules)
+    """
+    assert lines(fresh(code, env={"FUSEPATCH": "1"}, check=True).stdout) == ["trl True"]
+
+
+def test_the_start_up_module_imports_nothing_that_a_bare_interpreter_has_not_loaded() -> None:
+    look = "import sys; print(*sorted(sys.modules))"
+    bare = set(fresh(look, check=True).stdout.split())
+    assert set(fresh(look, env={"FUSEPATCH": "1"}, check=True).stdout.split()) - bare <= {
+        "fusepatch_startup",
+        "__future__",
+    }
+
+
+def test_a_switched_on_process_has_the_real_liger_patched() -> None:
+    code = """
         import liger_kernel.transformers.monkey_patch
         import fusepatch
         print(fusepatch.is_applied("liger.instance_flags"))
@@ -355,7 +386,10 @@ def test_an_install_switches_children_on_and_uninstalling_leaves_nothing(
 
     uv("pip", "uninstall", "--quiet", "--python", python, "fusepatch", "wrapt", "packaging")
     assert {path.name for path in packages.iterdir()} - {"__pycache__"} == before
-    assert not list(packages.glob("__pycache__/fusepatch*.py"))
+    after = run(
+        [python, "-c", "import importlib.util as u; print(u.find_spec('fusepatch_startup'))"], {"FUSEPATCH": "1"}
+    )
+    assert (after.stdout, after.stderr) == ("None\n", "")
     assert not (python.parent / "fusepatch").exists()
 
 
