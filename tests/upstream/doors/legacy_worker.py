@@ -5,8 +5,13 @@ Trinity-RFT's worker up to 0.5 (and its legacy worker in 0.6) is a modified copy
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+
+class Reached(Exception):
+    """Raised by a door behind the point of interest, where `init_model` would go on to what needs a cluster."""
 
 
 def build(worker_class: Any, name: str, folder: Path, fused_kernels: bool) -> dict[str, Any]:
@@ -18,7 +23,8 @@ def build(worker_class: Any, name: str, folder: Path, fused_kernels: bool) -> di
     save_tiny_model(name, folder)
     config = configuration(name, folder, fused_kernels)
     worker = worker_class(config=config, role="actor")
-    worker.init_model()
+    with suppress(Reached):
+        worker.init_model()
     module, optimizer = worker.actor_module_fsdp, worker.actor_optimizer
     return {**observe_model(module), "optimizer": observe_optimizer(optimizer)}
 
@@ -78,6 +84,7 @@ def configuration(name: str, folder: Path, fused_kernels: bool) -> Any:
                 },
             },
             "rollout": {"n": 1, "name": "vllm"},
+            "synchronizer": {"ray_namespace": "door", "sync_timeout": 60},
             "ref": {"fsdp_config": {}, "log_prob_use_dynamic_bsz": True},
             "model": {
                 "path": str(folder),

@@ -12,6 +12,7 @@ import argparse
 import importlib.metadata
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,13 @@ def main() -> None:
     script.run(door, parser)
 
 
-def door(arguments: argparse.Namespace) -> dict[str, Any]:
+def door(arguments: argparse.Namespace, prepare: Callable[[], None] = lambda: None) -> dict[str, Any]:
     from gloo import one_rank
 
     if importlib.metadata.version("verl") >= "0.8":
         os.environ.update({"VERL_USE_EXTERNAL_MODULES": "cpu_platform", "VERL_PLATFORM": "cpu"})
     seen = {}
+    prepare()
     with one_rank(), tempfile.TemporaryDirectory() as folder:
         for name in arguments.models:
             seen[name] = through_engine(name, Path(folder) / name, arguments.fused_kernels)
