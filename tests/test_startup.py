@@ -71,6 +71,23 @@ def test_nothing_happens_where_the_switch_is_not_on(env: dict[str, str]) -> None
     assert done.stderr == ""
 
 
+def test_start_can_be_called_by_anyone_at_any_time() -> None:
+    code = """
+        import sys, fusepatch_startup
+        fusepatch_startup.start()
+        fusepatch_startup.start()
+        print(len([finder for finder in sys.meta_path if isinstance(finder, fusepatch_startup._Finder)]))
+        import trl
+        print("fusepatch" in sys.modules)
+        fusepatch_startup.start()
+        print("fusepatch" in sys.modules)
+    """
+    for switch, seen in (("", ["0", "False", "False"]), ("0", ["0", "False", "False"]), ("1", ["1", "True", "True"])):
+        assert fresh(code, env={"FUSEPATCH": switch}, check=True).stdout.split() == seen
+    late = "import sys, os, trl, fusepatch_startup; os.environ['FUSEPATCH'] = '1'; fusepatch_startup.start()"
+    assert fresh(f"{late}; print('fusepatch' in sys.modules)", check=True).stdout == "True\n"
+
+
 def test_the_package_comes_with_the_first_import_of_an_upstream() -> None:
     code = """
         import sys, fusepatch_startup
