@@ -25,7 +25,7 @@ def run(door: Callable[[argparse.Namespace], dict[str, Any]], parser: argparse.A
     seen = {"versions": versions(), **seen}
     if "fusepatch" in sys.modules:
         seen["fusepatch"] = records()
-    print(json.dumps(seen), flush=True)
+    print(f"\n{json.dumps(seen)}", flush=True)
 
 
 def records() -> dict[str, Any]:

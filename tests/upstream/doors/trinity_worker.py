@@ -2,7 +2,7 @@
 
 Trinity-RFT 0.2 to 0.5: trinity.trainer.verl.fsdp_workers; 0.6, for verl below 0.8: trinity.trainer.verl_legacy.fsdp_workers.
 Beside what verl's worker needs (see verl_worker.py): these modules import vllm at the top, for its side effect on an NCCL
-variable and for one type annotation. vllm is no part of what is looked at and needs a GPU: an empty module stands in.
+variable and for one type annotation. vllm is no part of what is looked at and needs a GPU: a module of placeholders stands in.
 Trinity-RFT 0.6 asks `torch.cuda.get_device_capability()` whether the GPU is a Hopper: the door answers (0, 0).
 The checkpoint manager at the end of `init_model` needs a Ray cluster: the door stops there, with model and optimizer built.
 `model.use_liger` is set in the worker's configuration, which no Trinity configuration file of these releases can do.
@@ -15,11 +15,8 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.metadata
-import sys
 import tempfile
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import script
@@ -35,10 +32,11 @@ def main() -> None:
 def door(arguments: argparse.Namespace) -> dict[str, Any]:
     from gloo import one_rank
     from legacy_worker import build
+    from stand_in import stand_in_for
 
+    stand_in_for("vllm.lora.request")
     import torch
 
-    stand_in_for_vllm()
     torch.cuda.get_device_capability = lambda *_: (0, 0)
     legacy = importlib.metadata.version("trinity-rft") >= "0.6"
     module = f"trinity.trainer.{'verl_legacy' if legacy else 'verl'}.fsdp_workers"
@@ -56,16 +54,6 @@ def stop(*_: Any, **__: Any) -> None:
     from legacy_worker import Reached
 
     raise Reached
-
-
-def stand_in_for_vllm() -> None:
-    """Put empty modules under the names of vllm that the worker's imports meet."""
-    for name in ("vllm", "vllm.lora", "vllm.lora.request"):
-        module = ModuleType(name)
-        module.__spec__ = ModuleSpec(name, None, is_package=True)
-        module.__path__ = []
-        sys.modules[name] = module
-    sys.modules["vllm.lora.request"].LoRARequest = object
 
 
 if __name__ == "__main__":
