@@ -1,0 +1,77 @@
+"""The torch form of the steps against float64, on strided and reused memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fusepatch.loss import LogitMap, steps
+
+MAPS = [LogitMap(), LogitMap(0.7, 1.3), LogitMap(1.2, 0.5, 4.0)]
+
+
+def make(rows: int, width: int, bias: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    generator = torch.Generator().manual_seed(rows * 1000 + width)
+    logits = torch.full((rows, width + 3), float("nan"))
+    logits[:, :width] = torch.randn(rows, width, generator=generator) * 4
+    targets = torch.randint(-2, width + 2, (rows,), generator=generator)
+    return logits[:, :width], targets, torch.randn(width, generator=generator) if bias else None
+
+
+def exact(
+    logits: torch.Tensor, targets: torch.Tensor, bias: torch.Tensor | None, logit_map: LogitMap
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-probabilities, log-sum-exp and the gradient of the former with respect to the raw output, in float64."""
+    raw = logits.double().detach().requires_grad_()
+    x = (raw if bias is None else raw + bias.double()) * logit_map.logit_scale
+    if logit_map.final_logit_softcapping is not None:
+        x = logit_map.final_logit_softcapping * torch.tanh(x / logit_map.final_logit_softcapping)
+    x = x / logit_map.temperature
+    inside = (targets >= 0) & (targets < x.shape[1])
+    chosen = x.gather(1, targets.clamp(0, x.shape[1] - 1).unsqueeze(1)).squeeze(1)
+    normaliser = x.logsumexp(1)
+    values = torch.where(inside, chosen, 0.0) - normaliser
+    (gradient,) = torch.autograd.grad(values.sum(), raw)
+    return values.detach(), normaliser.detach(), gradient
+
+
+@pytest.mark.parametrize("logit_map", MAPS)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("rows", "width"), [(1, 1), (5, 37), (130, 64)])
+@pytest.mark.parametrize("gain", [1.0, 256.0])
+def test_exponentials(logit_map: LogitMap, bias: bool, rows: int, width: int, gain: float) -> None:
+    logits, targets, offset = make(rows, width, bias)
+    values, normaliser, gradient = exact(logits, targets, offset, logit_map)
+    found = torch.empty((3, rows))
+    steps.exponentials(logits, logits, targets, offset, logit_map, found[0], found[1], found[2], gain)
+    torch.testing.assert_close(found[0].double(), values, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found[1].double(), normaliser, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close((logits * found[2].unsqueeze(1)).double(), gradient, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("logit_map", MAPS)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradient_of_a_slice(logit_map: LogitMap, bias: bool, dtype: torch.dtype) -> None:
+    logits, targets, offset = make(9, 53, bias)
+    _, normaliser, gradient = exact(logits, targets, offset, logit_map)
+    scale = torch.linspace(-1, 1, 9)
+    for first, last in ((0, 20), (20, 53)):
+        part = logits[:, first:last].clone()
+        written = torch.empty(part.shape, dtype=dtype)
+        part_bias = None if offset is None else offset[first:last]
+        steps.gradient_of_logits(part, written, targets, part_bias, logit_map, normaliser.float(), scale, first)
+        expected = gradient[:, first:last] * scale.unsqueeze(1) / logit_map.slope
+        tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+        torch.testing.assert_close(written.double(), expected, rtol=tolerance, atol=1e-5)
+
+
+@pytest.mark.parametrize("logit_map", MAPS)
+@pytest.mark.parametrize("bias", [True, False])
+def test_log_sum_exp(logit_map: LogitMap, bias: bool) -> None:
+    logits, targets, offset = make(9, 53, bias)
+    values, normaliser, _ = exact(logits, targets, offset, logit_map)
+    found = torch.empty((2, 9))
+    steps.log_sum_exp(logits, targets, offset, logit_map, found[0], found[1])
+    torch.testing.assert_close(found[0].double(), values, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found[1].double(), normaliser, rtol=1e-5, atol=1e-5)
