@@ -30,7 +30,7 @@ __all__ = [
 
 
 def _is_command_line() -> bool:
-    program = _sys.argv[0]
+    program = "".join(_sys.argv[:1])
     if program == "-m":  # what runpy leaves there while it imports the package around `__main__`
         return _sys.orig_argv[-len(_sys.argv)].removeprefix("-m") == "fusepatch"
     return _os.path.basename(program) == "fusepatch"

@@ -78,7 +78,7 @@ def _widths(headings: Sequence[str], rows: Sequence[Sequence[str]], columns: int
     for index in sorted(range(len(cells)), key=lambda index: -widths[index]):
         excess = sum(widths) + gaps + 40 - columns
         widths[index] = min(widths[index], max(widths[index] - excess, parts[index], 12))
-    return [*widths, max(columns - sum(widths) - gaps, 20)]
+    return [*widths, max(columns - sum(widths) - gaps, 16)]
 
 
 def _fold(text: str, columns: int) -> list[str]:

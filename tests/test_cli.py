@@ -183,6 +183,20 @@ def test_at_80_columns_a_row_is_folded_and_keeps_its_words(tables: dict[str, str
     assert columns[4].endswith("the target has the known shape; will be applied when it is imported")
 
 
+def test_the_longest_names_and_versions_fit_80_columns(tables: dict[str, str]) -> None:
+    code = """
+        from fusepatch import terminal
+        headings = ("patch", "module", "version", "outcome", "why")
+        nightly = ("optimizer.in_backward", "liger_kernel.transformers.monkey_patch", "0.8.5.dev20261027042432")
+        terminal.print_table(headings, [(*nightly, "would apply (untested)", "why_" * 9 + " " + "and so on " * 9)], 80)
+    """
+    table = fresh(code, env=tables, check=True).stdout
+    assert [line for line in table.splitlines() if len(line) > 80] == []
+    squeezed = "".join(table.split())
+    for part in ("optimizer.", "in_backward", "liger_kernel.", "dev20261027042432", "(untested)"):
+        assert part in squeezed
+
+
 def test_modules_that_fare_alike_share_a_row() -> None:
     assert cli._listed(["torch.optim.adam"]) == "torch.optim.adam"
     assert cli._listed(["a.b.x", "c", "a.b.y", "a.z"]) == "a.b: x, y; c; a.z"
