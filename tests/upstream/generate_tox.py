@@ -1,0 +1,142 @@
+"""Write `tox.ini` from `matrix.toml`: one environment per factor, and the fixed ones.
+
+Run it after a change of the matrix: `python tests/upstream/generate_tox.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import tomllib
+
+MATRIX = Path(__file__).with_name("matrix.toml")
+TOX_INI = Path(__file__).parents[2] / "tox.ini"
+
+NEWEST = "latest"
+"""The factor whose releases the fixed environments use too."""
+
+STACK = ("torch", "triton", "transformers", "trl", "accelerate", "peft", "datasets", "requests", "liger-kernel")
+"""What of the newest factor the fixed environments install."""
+
+TEST_TOOLS = ("pytest==9.2.0", "rich==15.0.0", "build==1.6.1", "uv==0.13.9")
+LINT_TOOLS = ("ruff==0.17.6", "mypy==2.4.1")
+
+VERL = "verl==0.7.1"
+"""The demo's verl: the last release whose bare call of Liger hides its own forward."""
+VERL_IMPORTS = ("ray", "tensordict", "hydra-core", "codetiming", "torchdata", "pillow")
+"""What verl's engine imports; its own pins contradict the newest stack, so it is installed without dependencies."""
+
+HEAD = """\
+# Written by tests/upstream/generate_tox.py from tests/upstream/matrix.toml; change those and run it again.
+
+[tox]
+requires =
+  tox>=4.24
+  tox-uv>=1.16
+env_list = test
+
+[testenv]
+base_python = python3.11
+package = wheel
+wheel_build_env = .pkg
+pass_env =
+  PIP_*
+  SSL_CERT_FILE
+  UV_*
+# uv does not read pip's configuration: where pip is told of a folder of wheels, uv is told of it too.
+set_env =
+  HF_HUB_OFFLINE = 1
+  OMP_NUM_THREADS = 1
+  UV_FIND_LINKS = {env:UV_FIND_LINKS:{env:PIP_FIND_LINKS:}}
+"""
+
+
+def render(matrix: Mapping[str, Any]) -> str:
+    """The text of `tox.ini` for a parsed matrix."""
+    factors: Mapping[str, Any] = matrix["factor"]
+    newest = factors[NEWEST]
+    pinned = {_name(line): line for line in (*newest["requirements"], *newest["no_deps"])}
+    stack = [pinned[name] for name in STACK]
+    torch = pinned["torch"]
+    sections = [
+        HEAD,
+        _section(
+            "test",
+            "the tests on the newest stack, on the CPU",
+            [*stack, *TEST_TOOLS],
+            ['pytest -m "not upstream" {posargs}'],
+        ),
+        _section(
+            "demo",
+            "the first minute: real trainers with and without the import, side by side",
+            [*stack, *(pinned[name] for name in VERL_IMPORTS), "uv==0.13.9"],
+            ["python -m demo {posargs}"],
+            no_deps=[VERL],
+            more=["change_dir = tests"],
+        ),
+        _section(
+            "lint",
+            "ruff and mypy",
+            [torch, *LINT_TOOLS, "rich==15.0.0"],
+            ["ruff check .", "ruff format --check .", "mypy"],
+        ),
+    ]
+    for name, factor in factors.items():
+        sections.append(
+            _section(
+                name,
+                f"the upstream tests on {', '.join(_upstreams(factor))}",
+                [*factor["requirements"], "uv==0.13.9"],
+                ["pytest tests/upstream {posargs}"],
+                no_deps=factor["no_deps"],
+                more=[f"base_python = python{factor['python']}"],
+            )
+        )
+    return "\n".join(sections)
+
+
+def _section(
+    name: str,
+    description: str,
+    requirements: Iterable[str],
+    commands: Iterable[str],
+    no_deps: Iterable[str] = (),
+    more: Iterable[str] = (),
+) -> str:
+    lines = [f"[testenv:{name}]", f"description = {description}", *more, "deps =", *_indented(requirements)]
+    without = " ".join(no_deps)
+    if without:
+        lines += ["commands_pre =", f"  uv pip install --quiet --no-deps {without}"]
+    lines += ["commands =", *_indented(commands)]
+    return "\n".join(lines) + "\n"
+
+
+def _indented(lines: Iterable[str]) -> list[str]:
+    return [f"  {line}" for line in lines]
+
+
+def _upstreams(factor: Mapping[str, Any]) -> list[str]:
+    found = [line for line in (*factor["requirements"], *factor["no_deps"]) if _name(line) in _SHOWN]
+    return [line.replace("==", " ") for line in found]
+
+
+_SHOWN = ("transformers", "trl", "liger-kernel", "liger-kernel-nightly", "verl", "trinity-rft")
+
+
+def _name(requirement: str) -> str:
+    found = re.match(r"[A-Za-z0-9._-]+", requirement)
+    if found is None:
+        raise ValueError(f"{MATRIX.name}: {requirement!r} is no requirement")
+    return found.group()
+
+
+def current() -> str:
+    """What `tox.ini` must hold now."""
+    return render(tomllib.loads(MATRIX.read_text(encoding="utf-8")))
+
+
+if __name__ == "__main__":
+    TOX_INI.write_text(current(), encoding="utf-8")
