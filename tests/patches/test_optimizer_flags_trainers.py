@@ -33,7 +33,10 @@ def words() -> Any:
     tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side="left", **special)
+    names = ["input_ids", "attention_mask"]
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, padding_side="left", model_input_names=names, **special
+    )
 
 
 def texts(count: int) -> list[str]:
@@ -113,7 +116,7 @@ def run(name: str, folder: Path, resume: Path | None = None, **changes: Any) -> 
 
 @pytest.mark.parametrize("name", TRAINERS)
 def test_twenty_steps_and_a_resume_in_the_middle_agree(name: str, tmp_path: Path) -> None:
-    """float32: all weights together agree to 1e-6 relative, and the way they went to 1e-4 of its length (a fused and an
+    """float32: all weights together agree to 1e-6 relative, and the way they went to 1e-5 of its length (a fused and an
     ordinary step round differently, and training amplifies that where a gradient is near 0)."""
     with inactive():
         start = weights(TRAINERS[name](tmp_path / "start"))
@@ -134,7 +137,7 @@ def test_twenty_steps_and_a_resume_in_the_middle_agree(name: str, tmp_path: Path
     for other in (fused, to_fused, to_ordinary):
         difference = (other - ordinary).norm()
         assert difference <= 1e-6 * ordinary.norm()
-        assert difference <= 1e-4 * way
+        assert difference <= 1e-5 * way
 
 
 UNTOUCHED: dict[str, object] = {}
