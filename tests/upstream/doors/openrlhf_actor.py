@@ -34,7 +34,7 @@ def door(arguments: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         for name in arguments.models:
             path = save_tiny_model(name, Path(folder) / name)
-            actor = Actor(str(path), attn_implementation="eager", param_dtype="fp32", use_liger_kernel=True)
+            actor = Actor(str(path), attn_implementation="eager", use_liger_kernel=True)
             seen[name] = observe_model(actor.model)
     return {"door": "openrlhf_actor", "models": seen}
 

@@ -1,0 +1,142 @@
+"""The matrix as data, which of its environments this is, and how a door is opened in a fresh process."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import fusepatch
+import pytest
+from helpers import run
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+FOLDER = Path(__file__).parent
+MATRIX = tomllib.loads((FOLDER / "matrix.toml").read_text())
+CHECKOUT = Path(fusepatch.__file__).parent.parent
+OVERLAYS = "UPSTREAM_OVERLAYS"
+"""The variable that names the folder in which overlays are installed, and kept for the next run."""
+
+DOORS = {
+    "trainer": ("transformers", ">=4.51"),
+    "verl_engine": ("verl", ">=0.6"),
+    "verl_worker": ("verl", "<0.8"),
+    "trinity_worker": ("trinity-rft", "<0.6"),
+    "trinity_engine": ("trinity-rft", ">=0.6"),
+    "llama_factory": ("llamafactory", ">=0.9"),
+    "axolotl_plugin": ("axolotl", ">=0.19"),
+    "openrlhf_actor": ("openrlhf", ">=0.11"),
+}
+"""Which upstream each door needs, beside a Liger."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a door printed: the models by name, and fusepatch's own records where it was active."""
+
+    models: Mapping[str, Any]
+    records: Mapping[str, Any] | None
+
+    def liger(self, name: str) -> dict[str, bool]:
+        """Which kernels sit in the model."""
+        kernels: dict[str, bool] = self.models[name]["liger"]
+        return kernels
+
+    def notes(self, kind: str) -> str:
+        """The texts of `replaced` or `fallbacks` of liger.instance_flags, one per line."""
+        assert self.records is not None, "fusepatch was not active in this process"
+        return "\n".join(self.records["liger.instance_flags"][kind])
+
+
+def version(distribution: str) -> str | None:
+    """The installed version of a distribution."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def factor() -> str | None:
+    """The factor whose pins on upstreams hold in this environment: all of `no_deps`, transformers and TRL."""
+    for name, table in MATRIX["factor"].items():
+        pins = [*table["no_deps"], *(text for text in table["requirements"] if text.startswith(("transformers=", "trl=")))]
+        if all(_holds(Requirement(pin)) for pin in pins):
+            return str(name)
+    return None
+
+
+def overlays() -> list[dict[str, Any]]:
+    """The overlays that belong on this environment."""
+    return [overlay for overlay in MATRIX["overlay"] if overlay["factor"] == factor()]
+
+
+def expected(*tables: Mapping[str, Any]) -> dict[tuple[str, str, str], str]:
+    """Outcomes by (patch id, upstream, module): the matrix's own, then each table's over them."""
+    outcomes = {}
+    for table in (MATRIX, *tables):
+        for patch, upstreams in table.get("expected", {}).items():
+            for upstream, modules in upstreams.items():
+                for module, outcome in modules.items():
+                    outcomes[patch, upstream, module] = outcome
+    return outcomes
+
+
+def needs(door: str) -> None:
+    """Skip the test where this environment does not have the door's upstream, or no Liger."""
+    distribution, specifier = DOORS[door]
+    found = version(distribution)
+    if found is None or not SpecifierSet(specifier, prereleases=True).contains(found):
+        pytest.skip(f"{door} needs {distribution} {specifier}, here: {found}")
+    if version("liger-kernel") is None and version("liger-kernel-nightly") is None:
+        pytest.skip(f"{door} needs a Liger-Kernel")
+
+
+@functools.cache
+def open_door(
+    door: str, *arguments: str, variables: tuple[str, ...] = (), patched: bool = True, overlay: str | None = None
+) -> Seen:
+    """Run a door in a fresh process and read its last line; the same call is made once per session.
+
+    `variables` are `NAME=value`; `LIGER_X=0` is short for `FUSEPATCH_LIGER_X=0`.
+    """
+    env = dict(_variable(text) for text in variables)
+    env["PYTHONPATH"] = os.pathsep.join([*([overlay] if overlay else []), str(CHECKOUT)])
+    flag = ["--import-fusepatch"] if patched else []
+    done = run([sys.executable, FOLDER / "doors" / f"{door}.py", *arguments, *flag], env=env)
+    assert done.returncode == 0, f"{door} {arguments} {variables}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    seen = json.loads(done.stdout.rstrip().splitlines()[-1])
+    assert patched == ("fusepatch" in seen), "fusepatch was active where it should not be, or the other way round"
+    return Seen(seen["models"], seen.get("fusepatch"))
+
+
+def install_overlay(overlay: Mapping[str, Any]) -> str:
+    """The folder of an overlay, installed there if it is not yet; skips where no folder for overlays is named."""
+    root = os.environ.get(OVERLAYS)
+    if not root:
+        pytest.skip(f"{OVERLAYS} names no folder to install {overlay['requirements']} in")
+    folder = Path(root) / "+".join(overlay["requirements"])
+    if not folder.is_dir():
+        partial = folder.with_name(folder.name + ".partial")
+        install = ["uv", "pip", "install", "--quiet", "--no-deps", "--python", sys.executable]
+        subprocess.run([*install, "--target", str(partial), *overlay["requirements"]], check=True)
+        partial.rename(folder)
+    return str(folder)
+
+
+def _holds(pin: Requirement) -> bool:
+    found = version(pin.name)
+    return found is not None and pin.specifier.contains(found, prereleases=True)
+
+
+def _variable(text: str) -> tuple[str, str]:
+    name, _, value = text.partition("=")
+    return (f"FUSEPATCH_{name}" if name.startswith("LIGER_") else name), value
