@@ -23,6 +23,9 @@ class Settings(NamedTuple):
     optimizer_foreach: bool | None = None
     optimizer_eps: float | None = None
     optimizer_scope: str = "frameworks"
+    grpo_loss: str = "auto"
+    grpo_prefer: str = "speed"
+    grpo_chunk_mib: float = 256.0
     set_by_user: Mapping[str, str] = MappingProxyType({})
     unknown: tuple[str, ...] = ()
 
@@ -70,6 +73,18 @@ def _positive(text: str) -> float:
 
 def _scope(text: str) -> str:
     if text not in ("frameworks", "all"):
+        raise ValueError
+    return text
+
+
+def _loss(text: str) -> str:
+    if text not in ("auto", "triton", "torch", "keep"):
+        raise ValueError
+    return text
+
+
+def _preference(text: str) -> str:
+    if text not in ("speed", "memory"):
         raise ValueError
     return text
 
@@ -159,6 +174,37 @@ TABLE: tuple[Variable, ...] = (
         "constructs, or user code's own too (what that code passes still stands).",
         read_by="`optimizer.flags`",
         parse=_scope,
+    ),
+    Variable(
+        name="FUSEPATCH_GRPO_LOSS",
+        field="grpo_loss",
+        values="`auto`, `triton`, `torch`, `keep`",
+        default="`auto`",
+        meaning="How Liger's GRPO loss is computed. `auto`: Triton kernels on NVIDIA GPUs, the torch form of the same steps on "
+        "the CPU. `triton`: the same, and an error at the call where they cannot run. `torch`: the torch form everywhere. "
+        "`keep`: upstream's own code.",
+        read_by="`liger.grpo_loss`",
+        parse=_loss,
+    ),
+    Variable(
+        name="FUSEPATCH_GRPO_PREFER",
+        field="grpo_prefer",
+        values="`speed`, `memory`",
+        default="`speed`",
+        meaning="`memory` makes the gradient of a trainable head by slices of the vocabulary, without a float32 sum of the "
+        "head's size, at the price of one more matrix product. It changes nothing for a frozen head.",
+        read_by="`liger.grpo_loss`",
+        parse=_preference,
+    ),
+    Variable(
+        name="FUSEPATCH_GRPO_CHUNK_MIB",
+        field="grpo_chunk_mib",
+        values="a finite number > 0",
+        default="`256`",
+        meaning="MiB for the logits of one chunk of tokens; the chunk is the largest multiple of 128 tokens within it, and at "
+        "least 128.",
+        read_by="`liger.grpo_loss`",
+        parse=_positive,
     ),
 )
 

@@ -6,3 +6,4 @@ from fusepatch.engine.patch import Upstream
 
 LIGER = Upstream("liger_kernel", ("liger-kernel", "liger-kernel-nightly"))
 TORCH = Upstream("torch", ("torch",))
+TRL = Upstream("trl", ("trl",))

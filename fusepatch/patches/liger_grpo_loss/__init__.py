@@ -1,0 +1,113 @@
+"""`liger.grpo_loss`: Liger's fused linear GRPO loss computes only what autograd needs, in chunks with float32 logits.
+
+`fused_linear_ppo` has the handlers of Liger's base class and of TRL 1.13's copy, `model_logits` the one of TRL's
+`GRPOTrainer.compute_liger_loss`, `sharded` what a DTensor head takes. The arithmetic is in `fusepatch.loss`.
+"""
+
+from __future__ import annotations
+
+from fusepatch.engine.patch import Contract, Patch, Site, Slot
+from fusepatch.patches.liger_grpo_loss import fused_linear_ppo, model_logits
+from fusepatch.patches.upstreams import LIGER, TRL
+
+_FORWARD = Contract(
+    parameters=(
+        "cls",
+        "ctx",
+        "_input",
+        "weight",
+        "selected_token_ids",
+        "attention_mask",
+        "advantages",
+        "bias",
+        "ref_per_token_logps",
+        "old_per_token_logps",
+        "ref_input",
+        "ref_weight",
+        "ref_bias",
+        "beta",
+        "temperature",
+        "use_ref_model",
+    )
+)
+
+
+def _base_slots(name: str) -> tuple[Slot, ...]:
+    return (
+        Slot(f"{name}.forward", fused_linear_ppo.forward, _FORWARD),
+        Slot(f"{name}.backward", fused_linear_ppo.backward, Contract(parameters=("ctx", "grad_output"))),
+    )
+
+
+PATCH = Patch(
+    id=fused_linear_ppo.ID,
+    promise="Liger's GRPO loss in one pass over chunks of tokens, with float32 logits and only the gradients that are needed.",
+    why=(
+        "Up to 0.8.3 Liger makes a float32 gradient of the size of the lm_head, and runs its matrix product for every chunk, "
+        "also when LoRA has frozen the head. Every release works one sequence at a time, over masked tokens too, makes all "
+        "gradients under no_grad, and rounds logits of bfloat16 models to bfloat16. No release knows of Gemma's soft cap, "
+        "Cohere's logit_scale or Granite's logits_scaling."
+    ),
+    upstream=(
+        "https://github.com/linkedin/Liger-Kernel/pull/1441",
+        "https://github.com/linkedin/Liger-Kernel/issues/1432",
+        "https://github.com/huggingface/trl/pull/7076",
+        "https://github.com/huggingface/trl/issues/4612",
+        "https://github.com/huggingface/trl/issues/7009",
+    ),
+    fixed_in="Liger 0.8.4 makes no gradient of a frozen head; TRL 1.14 has no fused loss of Liger's",
+    remove_when="no supported TRL or ms-swift calls Liger's fused linear GRPO loss",
+    variables=("FUSEPATCH_GRPO_LOSS", "FUSEPATCH_GRPO_PREFER", "FUSEPATCH_GRPO_CHUNK_MIB"),
+    changes=(
+        "LigerFusedLinearPPOBase.forward computes log-probabilities and gradients with fusepatch.loss and calls the installed "
+        "Liger's own ppo_loss_fn for the loss and the metrics; captured apply functions, subclasses and existing instances "
+        "get it too",
+        "gradients are made for the inputs that require one, and none under no_grad or inference_mode; a frozen head costs no "
+        "memory of its size",
+        "masked tokens, and sequences whose advantage is 0 where beta is 0, are not computed where they cannot matter",
+        "LigerFusedLinearPPOBase.backward scales without comparing on the host, and in place where the graph is freed",
+        "a head that is a DTensor (FSDP2) is gathered for the forward, its gradient averaged over the ranks and sharded again",
+        "in TRL 0.17 to 1.13, the soft cap or logit scale of the trained model reaches the loss",
+        "an adapter on lm_head, and an enabled auxiliary router loss, both of which the fused loss leaves out, are warned of "
+        "(errors under FUSEPATCH_STRICT=1)",
+    ),
+    limits=(
+        "upstream's own forward takes, with the reason recorded: advantages that are not [B], both references given, arguments "
+        "that upstream refuses, a ppo_loss_fn with unknown arguments, ROCm, XPU, NPU and MPS",
+        "NaN or infinity at masked positions, and an infinite ratio where the advantage is 0, make upstream's loss NaN and leave "
+        "this one finite",
+        "dapo, cispo and vespo without num_items_in_batch sum the number of tokens over all ranks once per call, upstream once "
+        "per chunk of sequences: all ranks must be patched, or none",
+        "with Liger 0.6.4 to 0.8.0 and several ranks, those three loss types take one matrix product more for a trainable head",
+        "a graph over a DTensor head has to run backward while the patch is in",
+        "chunk_size and compiled have no effect; torch.compile of code that contains the loss raises in Liger's class as it "
+        "does without this patch",
+    ),
+    sites=(
+        Site(
+            upstream=LIGER,
+            module="liger_kernel.chunked_loss.fused_linear_ppo",
+            supported=">=0.5.6",
+            tested=">=0.5.6,<0.8.6",
+            slots=_base_slots("LigerFusedLinearPPOBase"),
+        ),
+        Site(
+            upstream=TRL,
+            module="trl.losses.fused_linear_ppo",
+            supported=">=0.17",
+            tested=">=0.17,<1.17",
+            slots=_base_slots("FusedLinearPPOBase"),
+        ),
+        Site(
+            upstream=TRL,
+            module="trl.trainer.grpo_trainer",
+            supported=">=0.17",
+            tested=">=0.17,<1.17",
+            slots=(
+                Slot(
+                    "GRPOTrainer.compute_liger_loss", model_logits.compute_liger_loss, Contract(parameters=("inputs",))
+                ),
+            ),
+        ),
+    ),
+)
