@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -43,6 +44,11 @@ def float32_products_of_half(device: torch.device) -> bool:
     return device.type == "cuda" and hasattr(torch.ops.aten.mm, "dtype_out")
 
 
+@lru_cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
 def _why_not_triton(device: torch.device, dtype: torch.dtype) -> str | None:
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if device.type != "cuda" and not (interpreted and device.type == "cpu"):
@@ -51,9 +57,8 @@ def _why_not_triton(device: torch.device, dtype: torch.dtype) -> str | None:
         return "Triton kernels were tested on NVIDIA GPUs only; this torch is built for ROCm"
     if dtype == torch.float64:
         return "the kernels compute in float32; the matrix products are in float64"
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
-        found = ".".join(str(part) for part in torch.cuda.get_device_capability(device))
-        return f"Triton needs compute capability 8.0; this GPU has {found}"
+    if device.type == "cuda" and _capability(device) < (8, 0):
+        return "Triton needs compute capability 8.0; this GPU has {}.{}".format(*_capability(device))
     try:
         import triton  # noqa: F401
     except ImportError as error:

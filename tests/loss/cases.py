@@ -233,8 +233,8 @@ def error(found: torch.Tensor | None, expected: torch.Tensor | None) -> float:
     """Relative in the norm; absolute where nothing but zeros is expected."""
     assert found is not None
     assert expected is not None
-    difference = (found.double() - expected.double()).norm()
-    return float(difference / expected.double().norm().clamp(min=1e-7)) if difference > 0 else float(difference)
+    found, expected = found.detach().double(), expected.detach().double()
+    return float((found - expected).norm() / expected.norm().clamp(min=1e-7))
 
 
 def assert_equal(found: PolicyLoss, expected: Expected, wanted: Wanted = ALL, tolerance: float = 2e-5) -> None:

@@ -22,4 +22,3 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", _poisoning(torch.empty))
     monkeypatch.setattr(torch, "empty_like", _poisoning(torch.empty_like))
     monkeypatch.setattr(torch.Tensor, "new_empty", _poisoning(torch.Tensor.new_empty))
-    return
