@@ -158,6 +158,7 @@ def engine(folder: Path) -> Any:
     from verl.workers.config import FSDPEngineConfig, HFModelConfig
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
+    contents = ["model", "optimizer"]
     built = FSDPEngineWithLMHead(
         model_config=HFModelConfig(
             path=str(folder), use_remove_padding=False, override_config={"attn_implementation": "eager"}
@@ -171,7 +172,8 @@ def engine(folder: Path) -> Any:
             wrap_policy={"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
         ),
         optimizer_config=config(lr=1e-3),
-        checkpoint_config=CheckpointConfig(),
+        # Without the random states: torch.cpu has none, and nothing here draws from them. The learning rate is constant.
+        checkpoint_config=CheckpointConfig(save_contents=contents, load_contents=contents),
     )
     built.initialize()
     return built
