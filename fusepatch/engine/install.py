@@ -84,7 +84,8 @@ class _Installed:
 
 _targets: dict[str, Target] = {}
 _slots: dict[tuple[int, str], _Installed] = {}
-"""By owner and attribute. The owner's id stays its own, since `places` holds a reference to it."""
+"""By owner and attribute; a slot whose last handler was removed stays, for its wrapper may be held by name somewhere.
+The owner's id stays its own, since `places` holds a reference to it."""
 
 
 class Applied(NamedTuple):
@@ -218,10 +219,16 @@ def _function(owner: Any, attribute: str) -> Any:
 
 
 def _wrap(owner: Any, attribute: str, path: str, module: ModuleType, site: Site) -> _Installed:
-    known = _slots.get((id(owner), attribute))
-    if known is not None and known.places[0].get() is known.wrapper:
-        return known
     raw = vars(owner).get(attribute, _MISSING)
+    known = _slots.get((id(owner), attribute))
+    if known is not None and raw is known.wrapper:
+        return known
+    if known is not None and raw is known.raw and _function(owner, attribute) is known.target.original:
+        # The wrapper of before: modules that took it by name while it was in place are reached again.
+        for place in known.places:
+            if place is known.places[0] or place.get() is raw:
+                place.put(known.wrapper)
+        return known
     shape = raw if raw is not _MISSING else inspect.getattr_static(owner, attribute)
     original = _function(owner, attribute)
     installed = _Installed(module, Target(module.__name__, path, original), raw, _Place(owner, attribute))
@@ -313,7 +320,8 @@ def _rebind(done: list[_Installed], module: ModuleType, allowed: bool) -> tuple[
             if allowed:
                 place = _Place(holder, name)
                 place.put(functions[identity].wrapper)
-                functions[identity].places.append(place)
+                if place not in functions[identity].places:
+                    functions[identity].places.append(place)
             (rebound if allowed else left).append(f"{holder.__name__}.{name}")
     return tuple(rebound), tuple(left)
 
@@ -330,7 +338,4 @@ def _unlink(patch: str, installed: _Installed) -> list[str]:
             place.put(raw if raw is not _MISSING or place is installed.places[0] else installed.target.original)
         else:
             left.append(f"{getattr(place.owner, '__name__', installed.target.module)}.{place.key}")
-    owner = installed.places[0]
-    if _slots.get((id(owner.owner), owner.key)) is installed:
-        del _slots[id(owner.owner), owner.key]
     return left

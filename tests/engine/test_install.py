@@ -263,6 +263,29 @@ def test_late_names_in_other_modules_are_rebound_and_named(library: Callable[...
     assert consumer.scaled is original
 
 
+def test_a_module_that_took_the_wrapper_by_name_is_reached_again_after_undo(library: Callable[..., str]) -> None:
+    module = load(library())
+    original = module.scale
+    install.install("p", site(), module, late=False)
+    taken_in_time = module.scale
+    install.uninstall("p", site())
+    assert (module.scale, taken_in_time(1)) == (original, 2)
+    install.install("p", site(), module, late=True)
+    assert taken_in_time(1) == module.scale(1) == 102
+    install.uninstall("p", site())
+    assert (module.scale, taken_in_time(1)) == (original, 2)
+
+
+def test_an_inherited_method_that_changed_since_is_wrapped_anew(library: Callable[..., str]) -> None:
+    module = load(library())
+    inherited = site(Slot("Model.__init__", passing, Contract(parameters=("size",))))
+    install.install("p", inherited, module, late=False)
+    install.uninstall("p", inherited)
+    module.Base.__init__ = lambda self, size: setattr(self, "size", size * 2)
+    install.install("p", inherited, module, late=False)
+    assert module.Model(3).size == 6
+
+
 def test_late_names_are_left_and_named_where_the_site_forbids_rebinding(library: Callable[..., str]) -> None:
     module = load(library())
     consumer = ModuleType("consumer")
