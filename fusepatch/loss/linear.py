@@ -23,9 +23,9 @@ from fusepatch.loss.rows import HiddenRows, gradient_rows
 # may take this many chunks' memory.
 GROUP_CHUNKS_LEAST = 2
 GROUP_CHUNKS_MOST = 4
-# A slice of the vocabulary: 32 to 256 MiB made no difference beyond the noise on an H200. Narrower than 1,024 columns, a
-# product would be bound by reading the hidden states again.
-SLICE_BYTES = 128 * MIB
+# A slice of the vocabulary takes this part of a chunk's memory: 32 to 256 MiB made no difference beyond the noise on an
+# H200. Narrower than 1,024 columns, a product would be bound by reading the hidden states again.
+SLICE_OF_CHUNK = 0.25
 SLICE_COLUMNS_LEAST = 1024
 
 
@@ -66,9 +66,14 @@ class Head:
     def slice_columns(self, rows: int) -> int:
         """Columns of a slice of the vocabulary when ``rows`` rows are held at once."""
         per_column = rows * self.precision.logits.itemsize
-        fitting = max(int(SLICE_BYTES // per_column), SLICE_COLUMNS_LEAST)
+        fitting = max(int(self.chunk_bytes * SLICE_OF_CHUNK // per_column), SLICE_COLUMNS_LEAST)
         fitting = min(fitting, int(self.chunk_bytes // per_column)) // COLUMN_MULTIPLE * COLUMN_MULTIPLE
         return min(max(fitting, COLUMN_MULTIPLE), self.vocabulary)
+
+    @property
+    def kept_rows(self) -> int:
+        """Rows whose gradient of the logits takes no more than a chunk's memory."""
+        return rows_within(self.chunk_bytes, padded_columns(self.vocabulary) * self.precision.gradients.itemsize)
 
     def operand_weight(self) -> torch.Tensor:
         """The weight as the products take it. A copy only where its dtype is not that of the hidden states."""
@@ -109,11 +114,16 @@ def log_probability_pass(head: Head, hidden: HiddenRows, targets: torch.Tensor) 
 
 @dataclass(frozen=True)
 class HiddenPass:
-    """Log-probabilities, and ``grad_hidden`` [B, T, H] of their sum, each row still to be scaled by ``multiplier`` [R]."""
+    """Log-probabilities, and ``grad_hidden`` [B, T, H] of their sum, each row still to be scaled by ``multiplier`` [R].
+
+    ``kept`` [K, V] is the gradient of the logits of the last K rows, each still to be scaled by ``multiplier`` over the
+    precision's gain; K may be 0.
+    """
 
     log_probabilities: LogProbabilities
     multiplier: torch.Tensor
     grad_hidden: torch.Tensor
+    kept: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -128,17 +138,26 @@ def _row_outputs(rows: int, like: torch.Tensor, head: Head) -> _RowOutputs:
     return _RowOutputs(values, log_sum_exp, multiplier)
 
 
-def hidden_gradient_pass(head: Head, hidden: HiddenRows, targets: torch.Tensor) -> HiddenPass:
-    """Two products per chunk, log-probabilities and grad-hidden, with no coefficient known. Allocates no [V, H]."""
+def hidden_gradient_pass(head: Head, hidden: HiddenRows, targets: torch.Tensor, keep: int = 0) -> HiddenPass:
+    """Two products per chunk, log-probabilities and grad-hidden, with no coefficient known. Allocates no [V, H].
+
+    The gradient of the logits is kept for the last chunks that have no more than ``keep`` rows together.
+    """
     rows = hidden.plan.rows
     outputs = _row_outputs(rows, targets, head)
     gradients = gradient_rows(hidden.hidden, hidden.plan)
     pieces = ranges(0, rows, head.chunk_rows)
+    first_kept = min((start for start, _ in pieces if rows - start <= keep), default=rows)
+    shape = (rows - first_kept, padded_columns(head.vocabulary))
+    kept = torch.empty(shape, dtype=head.precision.gradients, device=targets.device)[:, : head.vocabulary]
     if pieces:
         weight = head.operand_weight()
         buffer = head.buffer(pieces[0][1], head.vocabulary, head.precision.gradients)
         for start, stop in pieces:
-            written = buffer.gradients(stop - start, head.vocabulary)
+            if start < first_kept:
+                written = buffer.gradients(stop - start, head.vocabulary)
+            else:
+                written = kept[start - first_kept : stop - first_kept]
             _write_chunk(head, weight, hidden, targets, buffer, written, outputs, start, stop)
             out = gradients.out(start, stop)
             products.hidden_gradient_into(out, written, weight, head.precision)
@@ -147,6 +166,7 @@ def hidden_gradient_pass(head: Head, hidden: HiddenRows, targets: torch.Tensor) 
         LogProbabilities(outputs.values, outputs.log_sum_exp),
         outputs.multiplier * head.precision.gain,
         gradients.total.view(hidden.hidden.shape),
+        kept,
     )
 
 
@@ -246,7 +266,7 @@ def grouped_gradient_pass(
     outputs = _row_outputs(rows, targets, head)
     grad_hidden = gradient_rows(hidden.hidden, hidden.plan) if wanted.hidden else None
     weight_sum: torch.Tensor | None = None
-    bias_sum = torch.zeros((1, head.vocabulary), dtype=precision.sums, device=device) if wanted.bias else None
+    bias_sum = torch.zeros((2, head.vocabulary), dtype=precision.sums, device=device) if wanted.bias else None
     groups = ranges(0, rows, head.group_rows, head.chunk_rows)
     if groups:
         weight = head.operand_weight()
@@ -290,14 +310,17 @@ def grouped_gradient_pass(
                     products.add_product(weight_sum, written.t(), scaled)
                 del scaled
             if bias_sum is not None:
-                products.add_product(bias_sum, scale.to(precision.gradients).unsqueeze(0), written)
+                # A product wants both operands in one dtype; what the first rounding loses goes in as a second row.
+                rounded = scale.to(precision.gradients)
+                lost = (scale - rounded).to(precision.gradients)
+                products.add_product(bias_sum, torch.stack((rounded, lost)), written)
         # Free before the cast, which needs memory of the weight's size.
         del buffer, group, written, part, weight
     factor = None if limit is None else limit * (head.logit_map.slope / precision.gain)
     return outputs.values, Gradients(
         grad_hidden.total.view(hidden.hidden.shape) if grad_hidden is not None else None,
         _finished(weight_sum, head.weight, factor) if wanted.weight else None,
-        _finished(bias_sum, head.bias, factor) if wanted.bias and head.bias is not None else None,
+        _finished(bias_sum.sum(0), head.bias, factor) if bias_sum is not None and head.bias is not None else None,
     )
 
 
@@ -316,11 +339,13 @@ def vocabulary_gradient_pass(
     wanted: Wanted,
     log_sum_exp: torch.Tensor,
     coefficients: torch.Tensor,
+    done: HiddenPass | None = None,
 ) -> Gradients:
     """Grad-weight and grad-bias by slices of the vocabulary, all rows at once: two products, no float32 [V, H] sum.
 
     Args:
         log_sum_exp, coefficients: [R], from a pass before this one and from the policy.
+        done: a pass over the same rows; what it kept is not computed again.
     """
     precision = head.precision
     rows = hidden.plan.rows
@@ -335,6 +360,13 @@ def vocabulary_gradient_pass(
     grad_weight = make(head.weight.shape, dtype=head.weight.dtype, device=device) if wanted.weight else None
     grad_bias = torch.zeros(head.vocabulary, dtype=precision.sums, device=device) if wanted.bias else None
     if rows:
+        computed = rows
+        kept_scale = None
+        if done is not None and done.kept.shape[0]:
+            computed = rows - done.kept.shape[0]
+            kept_scale = (coefficients[computed:] * done.multiplier[computed:]).unsqueeze(-1)
+            if limit is not None:
+                kept_scale = kept_scale / limit
         states = hidden.take(0, rows)
         width = head.slice_columns(rows)
         buffer = head.buffer(rows, width, precision.gradients)
@@ -343,19 +375,22 @@ def vocabulary_gradient_pass(
             weight = head.weight[part]
             if not precision.widened:
                 weight = weight.to(precision.operand)
-            logits = buffer.logits(rows, weight.shape[0])
+            logits = buffer.logits(computed, weight.shape[0])
             written = buffer.gradients(rows, weight.shape[0])
-            products.logits_into(logits, states, weight, precision)
-            head.backend.steps.gradient_of_logits(
-                logits,
-                written,
-                targets,
-                head.bias[part] if head.bias is not None else None,
-                head.logit_map,
-                log_sum_exp,
-                scale,
-                part.start,
-            )
+            if computed:
+                products.logits_into(logits, states[:computed], weight, precision)
+                head.backend.steps.gradient_of_logits(
+                    logits,
+                    written[:computed],
+                    targets[:computed],
+                    head.bias[part] if head.bias is not None else None,
+                    head.logit_map,
+                    log_sum_exp[:computed],
+                    scale[:computed],
+                    part.start,
+                )
+            if done is not None and kept_scale is not None:
+                torch.mul(done.kept[:, part], kept_scale, out=written[computed:])
             if grad_weight is not None:
                 _slice_of_weight_gradient(grad_weight[part], written, states, factor)
             if grad_bias is not None:

@@ -149,7 +149,8 @@ def linear_policy_loss(
             ``reference_log_probabilities``.
         sampling_ratio: [B, 1] or [B, T].
         prefer: ``"memory"`` makes grad-weight by slices of the vocabulary: no float32 sum of the weight's size, at the
-            price of one more matrix product. Nothing changes where neither weight nor bias needs a gradient.
+            price of one more matrix product for all rows but the last few, whose gradient of the logits fits a chunk's
+            memory. Nothing changes where neither weight nor bias needs a gradient.
         chunk_mib: MiB for the logits of one chunk; the chunk is the largest multiple of 128 rows within it.
         backend: ``"auto"``, ``"triton"`` or ``"torch"``, see :func:`fusepatch.loss.backend.choose_backend`.
 
@@ -416,16 +417,16 @@ def _by_groups(call: _Call, wanted: Wanted) -> PolicyLoss:
 
 def _by_vocabulary(call: _Call, wanted: Wanted) -> PolicyLoss:
     """All log-probabilities (with grad-hidden on the way), the policy, then the parameters' gradients."""
-    grad_hidden = multiplier = None
+    done = None
     if wanted.hidden:
-        done = hidden_gradient_pass(call.head, call.rows, call.targets)
-        found, multiplier, grad_hidden = done.log_probabilities, done.multiplier, done.grad_hidden
+        done = hidden_gradient_pass(call.head, call.rows, call.targets, keep=call.head.kept_rows)
+        found = done.log_probabilities
     else:
         found = log_probability_pass(call.head, call.rows, call.targets)
     inputs = call.with_values(found.values)
     loss, metrics, coefficients = _loss_and_coefficients(call.policy, inputs)
-    if grad_hidden is not None and multiplier is not None:
-        scale_hidden_gradient(call.head, grad_hidden, coefficients * call.plan.put(multiplier))
+    if done is not None:
+        scale_hidden_gradient(call.head, done.grad_hidden, coefficients * call.plan.put(done.multiplier))
     left = call.plan
     if not call.traits.fixed_coefficients and coefficients.numel():
         # Clipped tokens: the second sync costs less than their products.
@@ -438,5 +439,7 @@ def _by_vocabulary(call: _Call, wanted: Wanted) -> PolicyLoss:
         wanted,
         left.take(call.plan.put(found.log_sum_exp)),
         left.take(coefficients),
+        done if left.rows == call.plan.rows else None,
     )
+    grad_hidden = done.grad_hidden if done is not None else None
     return _result(call, inputs, loss, metrics, replace(gradients, hidden=grad_hidden))

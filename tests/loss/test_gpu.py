@@ -28,7 +28,7 @@ def setting_on_gpu(batch: Batch, **arguments: object) -> Setting:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", [(3, 257, 128, 1003), (2, 1, 64, 77), (5, 301, 96, 20_011)])
+@pytest.mark.parametrize("shape", [(3, 257, 128, 1003), (2, 3, 64, 77), (5, 301, 96, 20_011)])
 @pytest.mark.parametrize("logit_map", [LogitMap(), LogitMap(0.8, 1.3, 5.0)])
 @pytest.mark.parametrize("backend", ["triton", "torch"])
 def test_against_float64(
