@@ -60,7 +60,6 @@ def render(matrix: Mapping[str, Any]) -> str:
     newest = factors[NEWEST]
     pinned = {_name(line): line for line in (*newest["requirements"], *newest["no_deps"])}
     stack = [pinned[name] for name in STACK]
-    torch = pinned["torch"]
     sections = [
         HEAD,
         _section(
@@ -80,7 +79,7 @@ def render(matrix: Mapping[str, Any]) -> str:
         _section(
             "lint",
             "ruff and mypy",
-            [torch, *LINT_TOOLS, "rich==15.0.0"],
+            [*stack, *LINT_TOOLS, "rich==15.0.0"],
             ["ruff check .", "ruff format --check .", "mypy"],
         ),
     ]
