@@ -8,17 +8,18 @@ import json
 import os
 import subprocess
 import sys
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import fusepatch
 import pytest
+import tomllib
 from helpers import run
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+
+import fusepatch
 
 FOLDER = Path(__file__).parent
 MATRIX = tomllib.loads((FOLDER / "matrix.toml").read_text())
@@ -68,7 +69,10 @@ def version(distribution: str) -> str | None:
 def factor() -> str | None:
     """The factor whose pins on upstreams hold in this environment: all of `no_deps`, transformers and TRL."""
     for name, table in MATRIX["factor"].items():
-        pins = [*table["no_deps"], *(text for text in table["requirements"] if text.startswith(("transformers=", "trl=")))]
+        pins = [
+            *table["no_deps"],
+            *(text for text in table["requirements"] if text.startswith(("transformers=", "trl="))),
+        ]
         if all(_holds(Requirement(pin)) for pin in pins):
             return str(name)
     return None

@@ -136,7 +136,9 @@ class TestVerl:
         assert forward(patched)["held_by"] == "class"
         assert forward(patched)["function"].startswith("verl.models.transformers.")
         assert patched.liger("qwen3") == NO_LOSS
-        assert "fused_linear_cross_entropy: not passed -> False (automatic; called by verl." in patched.notes("replaced")
+        assert "fused_linear_cross_entropy: not passed -> False (automatic; called by verl." in patched.notes(
+            "replaced"
+        )
 
     @pytest.mark.usefixtures("bare")
     def test_a_bare_call_keeps_the_forward_of_the_model(self, door: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 
-class Reached(Exception):
+class Reached(Exception):  # noqa: N818  (no error)
     """Raised by a door behind the point of interest, where `init_model` would go on to what needs a cluster."""
 
 

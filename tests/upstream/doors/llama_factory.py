@@ -14,6 +14,7 @@ from typing import Any
 
 import script
 
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=script.names, default=["llama", "gemma2"])

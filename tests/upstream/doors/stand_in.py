@@ -11,7 +11,7 @@ from typing import Any
 class StandIn(ModuleType):
     """A module whose every attribute is a placeholder that cannot be called to any effect."""
 
-    __path__: list[str] = []
+    __path__ = ()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

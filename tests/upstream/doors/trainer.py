@@ -17,7 +17,7 @@ from typing import Any
 import script
 
 
-class ReachedTraining(Exception):
+class ReachedTraining(Exception):  # noqa: N818  (no error)
     """Raised by the callback, caught by the door."""
 
 
