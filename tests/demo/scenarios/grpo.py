@@ -18,7 +18,7 @@ SCENARIO = Scenario(
         "are off through liger_kernel_config, its loss is on. The numbers must not change."
     ),
     columns=(PLAIN, PATCHED),
-    applied=("liger.instance_flags",),
+    applied=("liger.instance_flags", "optimizer.flags"),
     equal=("loss, *", "gradient norm, *", "reward, *", "weights, *"),
 )
 

@@ -15,15 +15,16 @@ SCENARIO = Scenario(
     told=(
         "verl's forward returns the log-probabilities of the tokens. verl 0.7.1 applies Liger first, and Liger's fused "
         "linear cross-entropy on the model hides that forward, without an error (verl issue 2609). With the import the "
-        "model runs verl's forward, and the other kernels stay."
+        "model runs verl's forward, the other kernels stay, and the optimizer that verl builds without saying how is fused."
     ),
     columns=(PLAIN, PATCHED, Column("with a variable", True, {"FUSEPATCH_LIGER_SWIGLU": "0"})),
-    applied=("liger.instance_flags",),
+    applied=("liger.instance_flags", "optimizer.flags"),
     wanted={
         "rotary embedding": ("Liger", "Liger", "Liger"),
         "RMSNorm": ("Liger", "Liger", "Liger"),
         "SwiGLU MLP": ("Liger", "Liger", "transformers"),
         "the model's forward": ("Liger", "verl", "verl"),
+        "AdamW's fused": ("None", "True", "True"),
     },
 )
 
@@ -58,4 +59,4 @@ def run() -> Mapping[str, Value]:
             checkpoint_config=CheckpointConfig(),
         )
         engine.initialize()
-    return parts(engine.module)
+    return {**parts(engine.module), "AdamW's fused": str(engine.optimizer.param_groups[0]["fused"])}
