@@ -516,6 +516,12 @@ def test_next_functions_tell_that_no_gradient_is_wanted() -> None:
     assert seen == [NOTHING, Wanted(True, False, True)]
 
 
+def test_inference_mode() -> None:
+    with torch.inference_mode():
+        found = run(make_batch(), Setting(old=OLD.clone()), NOTHING)
+    assert_equal(found, liger(BATCH, Setting(old=OLD)), NOTHING)
+
+
 def test_a_policy_without_gradient() -> None:
     def constant(inputs: PolicyInputs) -> tuple[torch.Tensor, list[torch.Tensor]]:
         return torch.tensor(2.0), [torch.tensor(1.0)]
