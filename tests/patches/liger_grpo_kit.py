@@ -156,7 +156,7 @@ def arguments(case: Case, given: dict[str, torch.Tensor], kind: Any) -> dict[str
     def leaf(name: str) -> torch.Tensor:
         return given[name].clone().requires_grad_(case.trainable in ("all", name))
 
-    ratio = {"none": None, "B": given["ratio"][:, 0], "B1": given["ratio"][:, :1], "BT": given["ratio"]}[case.ratio]
+    ratio = {"none": None, "B": given["ratio"].sum(1), "B1": given["ratio"][:, :1], "BT": given["ratio"]}[case.ratio]
     keywords = {
         "_input": leaf("hidden"),
         "lin_weight": leaf("weight"),

@@ -7,6 +7,7 @@ give a meaning to, other devices) is left to it, with the reason recorded.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
@@ -108,7 +109,7 @@ class _Call(NamedTuple):
     @property
     def old_api(self) -> bool:
         """Up to 0.7, `ppo_loss_fn` takes log-probabilities of the whole vocabulary and gathers."""
-        return "log_probs" in _parameters(self.cls.ppo_loss_fn)
+        return "per_token_logps" not in _parameters(self.cls.ppo_loss_fn)
 
 
 def forward(proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
@@ -127,7 +128,8 @@ def forward(proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
     if obstacle is not None:
         return _to_upstream(proceed, args, kwargs, obstacle)
     try:
-        result = _compute(call)
+        with _hooks_of_others_off():
+            result = _compute(call)
     except _PolicyRaisedError as raised:
         error = raised.__cause__
         return _to_upstream(proceed, args, kwargs, _Obstacle(f"ppo_loss_fn raised {type(error).__name__}: {error}"))
@@ -227,6 +229,23 @@ def _compute(call: _Call) -> PolicyLoss:
         raise
 
 
+def _hooks_of_others_off() -> contextlib.AbstractContextManager[Any]:
+    """Keep the policy's small graph, which is gone before forward returns, from the saved-tensor hooks of a surrounding
+    checkpoint or offload: a checkpoint would compute the whole forward again for it.
+    """
+    import torch
+
+    # Private to torch; where it is absent, assume that there are hooks.
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    if top is not None and top(False) is None:
+        return contextlib.nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(_same, _same)
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
 def _is_wanted(call: _Call, name: str, index: int) -> bool:
     """Whether autograd will ask for the gradient of an argument.
 
@@ -278,7 +297,8 @@ def _policy_is_upstreams(call: _Call) -> bool:
     code = getattr(call.cls.ppo_loss_fn, "__code__", None)
     if code is None or code.co_name != "ppo_loss_fn":
         return False
-    return os.path.dirname(code.co_filename) == os.path.dirname(call.original.__code__.co_filename)
+    beside: str = os.path.dirname(call.original.__code__.co_filename)
+    return os.path.dirname(code.co_filename) == beside
 
 
 def _uses_unknown_parameter(call: _Call) -> bool:
@@ -295,9 +315,8 @@ def _uses_unknown_parameter(call: _Call) -> bool:
 def _collective_in_policy(call: _Call) -> bool:
     import torch
 
-    if call.get("loss_type") not in NORMALISED_OVER_RANKS or call.get("num_items_in_batch") is not None:
-        return False
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
+    sums_over_ranks = call.get("loss_type") in NORMALISED_OVER_RANKS and call.get("num_items_in_batch") is None
+    return bool(sums_over_ranks and torch.distributed.is_available() and torch.distributed.is_initialized())
 
 
 def _global_number_of_items(call: _Call) -> torch.Tensor | None:
