@@ -156,7 +156,7 @@ def _fused_on_request(
         return None, foreach, False
     obstacle = obstacle or group.verdict.obstacle
     if obstacle is not None:
-        notes.append(Note("refused", f"{variable} was not followed: {obstacle}; the ordinary form runs"))
+        notes.append(Note("refused", f"{variable} was not followed: {obstacle}; torch's own default is left"))
         return None, foreach, False
     if group.verdict.caution is not None:
         notes.append(Note("warning", f"fused=True as {variable} asks, but {group.verdict.caution}"))
@@ -182,6 +182,8 @@ def _fused_by_rule(
         reason = f"{group.class_name} has no fused form in this torch"
     elif foreach is not None and not foreach_asked:
         reason = f"{group.source} passes foreach={foreach}"
+    elif group.verdict.obstacle is None and reason is not None:
+        reason += "; FUSEPATCH_OPTIMIZER_FUSED=1 fuses it all the same"
     if reason is not None:
         notes.append(Note("fallback", f"not fused: {reason}"))
         return value, foreach, False

@@ -358,7 +358,7 @@ def _settled_by_first_step(managed: _Managed) -> Callable[[Any, Any, Any], None]
                 if settings.current().optimizer_fused is True:
                     ledger.refused(
                         ID,
-                        f"{subject}: FUSEPATCH_OPTIMIZER_FUSED=1 was not followed: {obstacle}; the ordinary form runs",
+                        f"{subject}: FUSEPATCH_OPTIMIZER_FUSED=1 was not followed: {obstacle}; torch's own default is left",
                     )
                 else:
                     ledger.fallback(ID, f"{subject}: not fused: {obstacle}")

@@ -73,6 +73,19 @@ def test_the_dispatcher_is_asked_for_the_class() -> None:
     assert capability._has_kernel("NoSuchOptimizer", "cpu"), "an unknown kernel is left to the list of devices"
 
 
+def test_adagrad_on_cuda_is_refused_by_its_own_class_before_2_13(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured on an H200 with torch 2.11: the dispatcher has the kernel, the first step raises."""
+    monkeypatch.setattr(capability, "_has_kernel", lambda name, device: True)
+    for version, refused in (("2.11.0+cu130", True), ("2.13.0", False)):
+        monkeypatch.setattr(torch, "__version__", version)
+        capability._in_releases.cache_clear()
+        try:
+            assert (capability._kernel_obstacle("Adagrad", "cuda", torch.float32) is not None) == refused
+            assert capability._kernel_obstacle("AdamW", "cuda", torch.float32) is None
+        finally:
+            capability._in_releases.cache_clear()
+
+
 def test_meta_parameters_are_left_to_the_first_step() -> None:
     verdict = judge("AdamW", [parameter(device="meta")], devices={"meta"})
     assert verdict == capability.Verdict(unsettled=True)
@@ -147,7 +160,8 @@ def sharded(mesh: Any, size: int = 4) -> Any:
     return torch.nn.Parameter(distribute_tensor(torch.ones(size), mesh, [Shard(0)]))
 
 
-def test_dtensors_can_be_fused_and_mixed_groups_cannot(mesh: Any) -> None:
+def test_dtensors_can_be_fused_and_mixed_groups_cannot(mesh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capability, "DTENSOR_FAULTS", ())
     distributed, plain = sharded(mesh), parameter()
     assert judge("AdamW", [distributed, sharded(mesh)]) == capability.Verdict()
     fused_step("AdamW", [distributed, sharded(mesh)])
@@ -175,6 +189,7 @@ def test_several_meshes_in_one_group_need_torch_2_9(mesh: Any, monkeypatch: pyte
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     other = init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
+    monkeypatch.setattr(capability, "DTENSOR_FAULTS", capability.DTENSOR_FAULTS[1:])
     two = [sharded(mesh), torch.nn.Parameter(distribute_tensor(torch.ones(4), other, [Replicate(), Shard(0)]))]
     assert judge("AdamW", two) == capability.Verdict()
     fused_step("AdamW", two)
