@@ -55,7 +55,7 @@ def _patch_problems(scenario: Scenario, column: Column, run: Run) -> Iterator[st
 
 def _same(one: Value | None, other: Value | None, tolerance: float) -> bool:
     if isinstance(one, float) and isinstance(other, float):
-        return math.isclose(one, other, rel_tol=tolerance)
+        return math.isclose(one, other, rel_tol=tolerance, abs_tol=tolerance)
     return one == other and one is not None
 
 

@@ -51,6 +51,7 @@ set_env =
   HF_HUB_OFFLINE = 1
   OMP_NUM_THREADS = 1
   UV_FIND_LINKS = {env:UV_FIND_LINKS:{env:PIP_FIND_LINKS:}}
+  UPSTREAM_OVERLAYS = {work_dir}{/}overlays
 """
 
 
