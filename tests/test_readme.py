@@ -15,7 +15,7 @@ TESTS = "pip install tox tox-uv && tox"
 
 
 def test_one_command_runs_the_demo_and_one_the_tests() -> None:
-    commands = [block.strip() for block in re.findall(r"```\n(.*?)```", README, re.DOTALL)]
+    commands = [block.strip() for block in re.findall(r"^```\w*\n(.*?)^```$", README, re.DOTALL | re.M)]
     assert [command for command in commands if "tox" in command] == [DEMO, TESTS]
 
 
