@@ -297,8 +297,8 @@ def _policy_is_upstreams(call: _Call) -> bool:
     code = getattr(call.cls.ppo_loss_fn, "__code__", None)
     if code is None or code.co_name != "ppo_loss_fn":
         return False
-    beside: str = os.path.dirname(call.original.__code__.co_filename)
-    return os.path.dirname(code.co_filename) == beside
+    folder: str = os.path.dirname(call.original.__code__.co_filename)
+    return folder == str(os.path.dirname(code.co_filename))
 
 
 def _uses_unknown_parameter(call: _Call) -> bool:
