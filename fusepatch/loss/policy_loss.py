@@ -149,8 +149,7 @@ def linear_policy_loss(
             ``reference_log_probabilities``.
         sampling_ratio: [B, 1] or [B, T].
         prefer: ``"memory"`` makes grad-weight by slices of the vocabulary: no float32 sum of the weight's size, at the
-            price of one more matrix product for all rows but the last few, whose gradient of the logits fits a chunk's
-            memory. Nothing changes where neither weight nor bias needs a gradient.
+            price of one more matrix product. Nothing changes where neither weight nor bias needs a gradient.
         chunk_mib: MiB for the logits of one chunk; the chunk is the largest multiple of 128 rows within it.
         backend: ``"auto"``, ``"triton"`` or ``"torch"``, see :func:`fusepatch.loss.backend.choose_backend`.
 
@@ -419,7 +418,7 @@ def _by_vocabulary(call: _Call, wanted: Wanted) -> PolicyLoss:
     """All log-probabilities (with grad-hidden on the way), the policy, then the parameters' gradients."""
     done = None
     if wanted.hidden:
-        done = hidden_gradient_pass(call.head, call.rows, call.targets, keep=call.head.kept_rows)
+        done = hidden_gradient_pass(call.head, call.rows, call.targets)
         found = done.log_probabilities
     else:
         found = log_probability_pass(call.head, call.rows, call.targets)
@@ -439,7 +438,6 @@ def _by_vocabulary(call: _Call, wanted: Wanted) -> PolicyLoss:
         wanted,
         left.take(call.plan.put(found.log_sum_exp)),
         left.take(coefficients),
-        done if left.rows == call.plan.rows else None,
     )
     grad_hidden = done.grad_hidden if done is not None else None
     return _result(call, inputs, loss, metrics, replace(gradients, hidden=grad_hidden))
