@@ -99,19 +99,20 @@ def fused(
     """
     if differentiable:
         return Verdict(obstacle="differentiable=True has no fused form")
-    kinds = {(type(p), p.device.type, p.dtype) for p in parameters}
+    one_of_each = {(type(p), p.device.type, p.dtype): p for p in parameters}
+    kinds = one_of_each.keys()
     mixed = _mixed(kinds)
     if mixed is not None:
         return Verdict(obstacle=mixed)
     for obstacle in (_kernel_obstacle(name, device, dtype) for _, device, dtype in kinds if device != "meta"):
         if obstacle is not None:
             return Verdict(obstacle=obstacle)
-    for parameter in parameters:
+    for parameter in one_of_each.values():
         refusal = _torch_refuses(parameter)
         if refusal is not None:
             return Verdict(obstacle=f"torch refuses it: {refusal}")
-        if name in SPARSE_GRADIENTS and _has_sparse_gradient(parameter):
-            return Verdict(obstacle=f"the fused {name} takes no sparse gradients")
+    if name in SPARSE_GRADIENTS and any(map(_has_sparse_gradient, parameters)):
+        return Verdict(obstacle=f"the fused {name} takes no sparse gradients")
     unsettled = name in SPARSE_GRADIENTS or any(device == "meta" for _, device, _ in kinds)
     return Verdict(caution=_caution(optimizer, kinds, parameters, devices), unsettled=unsettled)
 
@@ -175,7 +176,8 @@ def _has_kernel(name: str, device: str) -> bool:
 
 
 def _torch_refuses(parameter: torch.Tensor) -> str | None:
-    rule = getattr(importlib.import_module("torch.optim.optimizer"), "_device_dtype_check_for_fused", None)
+    # In sys.modules only: torch deletes the attribute.
+    rule = getattr(sys.modules["torch.optim.optimizer"], "_device_dtype_check_for_fused", None)
     if rule is None or parameter.is_meta:
         return None
     try:
@@ -193,9 +195,7 @@ def _mixed(kinds: Iterable[tuple[type, str, torch.dtype]]) -> str | None:
     distributed = _dtensor_type()
     if distributed is None or len({issubclass(kind, distributed) for kind, _, _ in kinds}) < 2:
         return None
-    return (
-        "DTensors and plain tensors are mixed in one param group, which only foreach=False takes"
-    )
+    return "DTensors and plain tensors are mixed in one param group, which only foreach=False takes"
 
 
 def _caution(

@@ -116,6 +116,8 @@ class _Call:
         self.kwargs = dict(kwargs)
 
     def passed(self) -> dict[str, Any]:
+        if not self.args:
+            return self.kwargs
         return {**dict(zip(self.positions, self.args, strict=False)), **self.kwargs}
 
     def values(self) -> dict[str, Any]:
@@ -182,12 +184,16 @@ def add_param_group(proceed: Proceed, optimizer: Any, param_group: Any, *args: A
 
 def construct_other(proceed: Proceed, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
     """Handler of the base class's constructor: says of a class that has none of the flags that it was left alone."""
-    kinds = type(optimizer).__mro__
-    if not any(is_below(kind.__module__, ("torch.optim",)) and kind.__name__ in CLASSES for kind in kinds):
+    if not _has_flags(type(optimizer)):
+        kinds = type(optimizer).__mro__
         caller = calling_module(skip=("torch.optim", *(kind.__module__ for kind in kinds)))
         if _own_values(caller) is not None:
             _tell_of_other(f"{type(optimizer).__module__}.{type(optimizer).__qualname__} in {caller}")
     return proceed(optimizer, *args, **kwargs)
+
+
+def _has_flags(kind: type[Any]) -> bool:
+    return any(base.__name__ in CLASSES and is_below(base.__module__, ("torch.optim",)) for base in kind.__mro__)
 
 
 def _tell_of_other(subject: str) -> None:
@@ -223,10 +229,11 @@ def _decide_all(optimizer: Any, managed: _Managed, call: _Call) -> bool:
     """Decide every group and write the call; returns whether the first step has to show whether fused can run."""
     from fusepatch.optim import groups
 
-    members = groups.members(call.passed().get("params"))
+    arrived = call.passed()
+    members = groups.members(arrived.get("params"))
     if not members:
         return False  # torch refuses the call
-    managed.passed = managed.passed_in(call.passed())
+    managed.passed = managed.passed_in(arrived)
     devices = {tensor.device.type for member in members for tensor in member.tensors}
     values = call.values()
     decided = [_decide(type(optimizer), managed, member, values, devices) for member in members]
@@ -243,9 +250,9 @@ def _decide_all(optimizer: Any, managed: _Managed, call: _Call) -> bool:
         elif flag != "eps":
             # fused=True in the call would make GradScaler leave the unscaling to groups that cannot do it.
             call.write(flag, None)
-    values = call.values()
-    for member, decision in zip(members, decisions, strict=True):
-        if member.own is not None:
+    if members[0].own is not None:
+        values = call.values()
+        for member, decision in zip(members, decisions, strict=True):
             _write_group(member.own, decision, values)
     return any(decision.chosen and verdict.unsettled for decision, verdict in decided)
 
@@ -281,8 +288,10 @@ def _decide(
     return decision, verdict
 
 
-def _write_group(own: dict[str, Any], decision: Decision, defaults: Mapping[str, Any]) -> None:
+def _write_group(own: dict[str, Any] | None, decision: Decision, defaults: Mapping[str, Any]) -> None:
     """Put a group's own value of a flag into its dictionary, where the optimizer's default is another."""
+    if own is None:
+        return
     for flag in ("fused", "foreach"):
         wanted = getattr(decision, flag)
         if own.get(flag, defaults.get(flag)) != wanted:
