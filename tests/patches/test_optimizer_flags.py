@@ -5,13 +5,17 @@ from __future__ import annotations
 import copy
 import inspect
 import io
+import os
 import pickle
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from helpers import run as run_process  # noqa: E402
 from optimizer_flags_kit import active, fallbacks, flags, inactive, module, record, replaced  # noqa: E402
 
 import fusepatch  # noqa: E402
@@ -611,3 +615,40 @@ def test_the_page_names_every_variable() -> None:
         page = fusepatch.explain("optimizer.flags")
     assert all(variable in page for variable in PATCH.variables)
     assert "FUSEPATCH_OPTIMIZER_EPS=1e-06" in page
+
+
+def test_a_framework_started_as_the_main_module_is_still_that_framework(tmp_path: Path) -> None:
+    """`python -m` names the module `__main__`. The package is a stand-in: verl's own entry points need a GPU."""
+    package = tmp_path / "trinity"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "worker.py").write_text(
+        "import torch\nprint(torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))]).param_groups[0]['fused'])\n"
+    )
+    (tmp_path / "mine.py").write_text((package / "worker.py").read_text())
+    code = "import fusepatch, runpy, sys; runpy.run_module(sys.argv[1], run_name='__main__')"
+    paths = {"PYTHONPATH": os.pathsep.join([str(Path(fusepatch.__file__).parents[1]), str(tmp_path)])}
+    for name, expected in (("trinity.worker", "True"), ("mine", "None")):
+        done = run_process([sys.executable, "-c", code, name], env=paths)
+        assert (done.stdout.strip(), done.returncode) == (expected, 0), done.stderr
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_unscaling_and_clipping_before_a_fused_step(name: str) -> None:
+    results = []
+    for fused in (0, 1):
+        with active(OPTIMIZER_FUSED=fused):
+            params = parameters()
+            optimizer = verl.construct(getattr(torch.optim, name), params, lr=0.1)
+            scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+            for step in range(3):
+                generator = torch.Generator().manual_seed(step)
+                scaler.scale(torch.ones(()))
+                for param in params:
+                    param.grad = 8 * torch.randn(param.shape, generator=generator)
+                scaler.unscale_(optimizer)
+                assert torch.nn.utils.clip_grad_norm_(params, 0.5) > 0.5
+                scaler.step(optimizer)
+                scaler.update()
+            results.append(torch.cat([param.detach().flatten() for param in params]))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-6, atol=1e-7)
