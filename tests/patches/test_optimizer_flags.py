@@ -83,8 +83,9 @@ def test_each_class_takes_foreach(name: str) -> None:
         train(optimizer)
 
 
-def test_adamw_calling_adams_constructor_is_one_optimizer() -> None:
-    with active():
+@pytest.mark.parametrize("scope", ["frameworks", "all"])
+def test_adamw_calling_adams_constructor_is_one_optimizer(scope: str) -> None:
+    with active(OPTIMIZER_SCOPE=scope):
         verl.construct(AdamW, parameters())
         assert record().calls == 1
         assert [note.times for note in record().replaced] == [1]
@@ -237,6 +238,15 @@ def test_one_group_that_cannot_leaves_the_others_fused() -> None:
         for param in (*groups[0]["params"], odd):
             param.grad = torch.ones_like(param)
         optimizer.step()
+
+
+def test_a_frameworks_fused_is_taken_from_the_call_where_one_group_cannot() -> None:
+    odd = torch.nn.Parameter(torch.randn(2, dtype=torch.complex64))
+    with active(OPTIMIZER_FUSED=1):
+        optimizer = trainer.construct(AdamW, [{"params": parameters()}, {"params": [odd]}], lr=0.1, fused=True)
+    assert flags(optimizer) == [(True, None), (None, None)]
+    assert optimizer.defaults["fused"] is None
+    assert not getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 def test_a_group_without_parameters_changes_nothing() -> None:
