@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+import types
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
-from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOFunction
 
 from fusepatch.loss import (
     LogitMap,
@@ -18,6 +21,21 @@ from fusepatch.loss import (
     linear_policy_loss,
     policy_traits,
 )
+
+
+def _upstream() -> Any:
+    """Liger's own classes from its files under other module names, so that no patch, active or not, is in them."""
+    (folder,) = importlib.util.find_spec("liger_kernel.chunked_loss").submodule_search_locations  # type: ignore[union-attr]
+    for name in ("fused_linear_ppo", "grpo_loss"):
+        module = types.ModuleType(f"upstream_{name}")
+        source = (Path(folder) / f"{name}.py").read_text()
+        source = source.replace("liger_kernel.chunked_loss.fused_linear_ppo", "upstream_fused_linear_ppo")
+        sys.modules[module.__name__] = module
+        exec(compile(source, module.__name__, "exec"), vars(module))
+    return sys.modules["upstream_grpo_loss"].LigerFusedLinearGRPOFunction
+
+
+Upstream = _upstream()
 
 ALL = Wanted(True, True, True)
 FROZEN = Wanted(True, False, False)
@@ -104,7 +122,7 @@ class Setting:
 
     def policy(self, full_mask: torch.Tensor) -> Callable[[PolicyInputs], Any]:
         def policy(inputs: PolicyInputs) -> Any:
-            return LigerFusedLinearGRPOFunction.ppo_loss_fn(
+            return Upstream.ppo_loss_fn(
                 per_token_logps=inputs.log_probabilities,
                 attention_mask=inputs.mask,
                 advantages=inputs.advantages,
@@ -188,7 +206,7 @@ def liger(batch: Batch, setting: Setting) -> Expected:
     hidden = batch.hidden.detach().clone().requires_grad_()
     weight = batch.weight.detach().clone().requires_grad_()
     bias = None if batch.bias is None else batch.bias.detach().clone().requires_grad_()
-    loss, metrics = LigerFusedLinearGRPOFunction.apply(
+    loss, metrics = Upstream.apply(
         *(hidden, weight, batch.targets, batch.mask, batch.advantages, bias),
         *(setting.reference, setting.old, None, None, None, setting.beta, 0.2, 0.2, setting.loss_type),
         *(batch.mask.shape[1], setting.level, 1.0, 1.05, setting.temperature, False, setting.reference is not None, 1),
