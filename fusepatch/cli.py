@@ -98,6 +98,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if given[:1] == ["run"] and given[1:2] not in ([], ["-h"], ["--help"]):
             return _run(given[1:])
+        if given[:1] == ["bench"]:
+            from fusepatch.bench.main import main as bench
+
+            return bench(given[1:], parser.prog)
         options = parser.parse_args(given)
         if options.command is None:
             parser.print_help()
@@ -154,6 +158,12 @@ def _parser() -> argparse.ArgumentParser:
         "start a program with the patches switched on",
         _RUN_HELP,
         usage=f"{program} run [PYTHON OPTIONS] [-m MODULE | -c CODE | SCRIPT] [ARGUMENTS]",
+    )
+    add(
+        "bench",
+        lambda options: parser.error("bench needs arguments"),
+        "times implementations on this machine, each checked",
+        "",
     )
     return parser
 

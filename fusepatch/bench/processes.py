@@ -1,0 +1,105 @@
+"""Runs each peer's worker process and asks it, one command at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from typing import IO, Any
+
+from fusepatch.bench.cases import PEERS
+from fusepatch.errors import FusepatchError
+
+
+class PeerError(FusepatchError):
+    """A `--peer` or `--peers` value cannot be used."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """An implementation under a name; ``path`` is a wheel or folder that comes first on its path."""
+
+    name: str
+    implementation: str
+    path: str | None = None
+
+
+def read_peer(text: str) -> Peer:
+    """Read NAME=PATH, where NAME is an implementation's name, or that with a dash and a label of any text.
+
+    Raises:
+        PeerError: there is no such implementation or path.
+    """
+    name, _, path = text.partition("=")
+    matches = [known for known in PEERS if name == known or name.startswith(f"{known}-")]
+    if not matches:
+        raise PeerError(
+            f"--peer {text}: {name!r} names no implementation. Wanted NAME=PATH, where NAME is one of {', '.join(PEERS)}, "
+            f"or one of these with a label, as in liger-0.8.3."
+        )
+    if not os.path.isdir(path) and not zipfile.is_zipfile(path):
+        raise PeerError(f"--peer {text}: {path!r} is neither a folder nor a wheel. Wanted NAME=PATH.")
+    return Peer(name, max(matches, key=len), path)
+
+
+class Worker:
+    """A peer's process. After its end every answer says so; stderr is kept for that."""
+
+    def __init__(self, peer: Peer, folder: str) -> None:
+        self.peer = peer
+        self._errors: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        paths = [] if peer.path is None else [_unpacked(peer.path, os.path.join(folder, peer.name))]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "fusepatch.bench.worker", peer.implementation, *paths],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            env={**os.environ, "FUSEPATCH": "0"},
+        )
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def send(self, command: dict[str, Any]) -> None:
+        """Begin a command; `answer` waits for it."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # the answer will be the end of the file
+            self._process.stdin.write(json.dumps(command) + "\n")
+            self._process.stdin.flush()
+
+    def answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if line:
+            found: dict[str, Any] = json.loads(line)
+            return found
+        status = self._process.wait()
+        self._errors.seek(0)
+        last = " ".join(self._errors.read().split())[-300:]
+        return {"problem": "error", "reason": f"its process ended with status {status}: {last}"}
+
+    def ask(self, command: dict[str, Any]) -> dict[str, Any]:
+        self.send(command)
+        return self.answer()
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        self._process.wait()
+        self._errors.close()
+
+
+def _unpacked(path: str, folder: str) -> str:
+    if os.path.isdir(path):
+        return os.path.abspath(path)
+    with zipfile.ZipFile(path) as wheel:
+        wheel.extractall(folder)
+    return folder

@@ -1,0 +1,233 @@
+"""What was measured, as a table for the terminal, Markdown, JSON and a plot."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fusepatch import terminal
+
+GIB = 1 << 30
+
+
+@dataclass
+class Row:
+    """One peer in one case. ``problem`` says why there is no time, or is None; ``repeats`` are milliseconds of each call."""
+
+    peer: str
+    implementation: str
+    version: str | None
+    problem: str | None = None
+    reason: str = ""
+    repeats: list[list[float]] = field(default_factory=list)
+    check: dict[str, Any] | None = None
+    memory: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def times(self) -> list[float]:
+        return [milliseconds for repeat in self.repeats for milliseconds in repeat]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.times)
+
+    @property
+    def comparable(self) -> bool:
+        """Whether a ratio may be made of its time: it has one, and its check passed. The floor has nothing to check."""
+        return self.problem is None and bool(self.times) and (self.implementation == "floor" or self.passed)
+
+    @property
+    def passed(self) -> bool:
+        return self.check is not None and bool(self.check["passed"])
+
+
+@dataclass(frozen=True)
+class Section:
+    """One case at one vocabulary."""
+
+    case: str
+    description: str
+    vocabulary: int
+    rows: list[Row]
+
+    @property
+    def title(self) -> str:
+        return f"{self.case}: {self.description}; V = {self.vocabulary:,}"
+
+
+def failed_checks(sections: Sequence[Section]) -> list[str]:
+    """The peers whose check failed, each with its case."""
+    return [
+        f"{row.peer} in {section.case}"
+        for section in sections
+        for row in section.rows
+        if row.check is not None and not row.passed
+    ]
+
+
+def baselines(section: Section) -> list[Row]:
+    """The unpatched Ligers, which the others are compared with."""
+    return [row for row in section.rows if row.implementation == "liger"]
+
+
+def ratio(row: Row, other: Row | None) -> float | None:
+    """The median of ``row`` over that of ``other``; None unless both can be compared."""
+    if other is None or not (row.comparable and other.comparable):
+        return None
+    return row.median / other.median
+
+
+def _floor(section: Section) -> Row | None:
+    return next((row for row in section.rows if row.implementation == "floor"), None)
+
+
+def headings(section: Section) -> list[str]:
+    return [
+        "peer",
+        "min ms",
+        "median ms",
+        "x floor",
+        *(f"x faster than {row.peer}" for row in baselines(section)),
+        "peak GiB",
+        "above inputs GiB",
+        "check: relative errors of loss, grad-hidden, grad-weight",
+    ]
+
+
+def cells(section: Section) -> list[list[str]]:
+    """One list of texts for each row, in the order of `headings`."""
+    floor = _floor(section)
+    result = []
+    for row in section.rows:
+        name = row.peer if row.version is None else f"{row.peer} ({row.version})"
+        if row.problem is not None:
+            blank = [""] * (len(headings(section)) - 2)
+            result.append([name, *blank, f"{row.problem}: {row.reason}"])
+            continue
+        result.append(
+            [
+                name,
+                f"{min(row.times):.4g}",
+                f"{row.median:.4g}",
+                _ratio_text(ratio(row, floor)),
+                *(
+                    "" if base is row else _ratio_text(None if (found := ratio(row, base)) is None else 1 / found)
+                    for base in baselines(section)
+                ),
+                _gib(row.memory.get("peak_bytes")),
+                _gib(row.memory.get("above_inputs_bytes")),
+                _check_text(row),
+            ]
+        )
+    return result
+
+
+def _ratio_text(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _gib(value: int | None) -> str:
+    return "-" if value is None else f"{value / GIB:.2f}"
+
+
+def _check_text(row: Row) -> str:
+    if row.check is None:
+        return "nothing to check: products alone"
+    names = ("loss", "grad_hidden", "grad_weight")
+    found = ", ".join(f"{row.check[name]:.1e}" for name in names if row.check[name] is not None)
+    return f"{'passed' if row.passed else 'FAILED CHECK'}: {found} (at most {row.check['tolerance']:g})"
+
+
+def print_section(section: Section) -> None:
+    print(f"\n{section.title}\n")
+    terminal.print_table(headings(section), cells(section), max(terminal.width(), 150))
+
+
+def markdown(document: dict[str, Any], sections: Sequence[Section]) -> str:
+    """The tables in Markdown, with the command and the machine."""
+    lines = [machine_text(document), "", "```", document["command"], "```"]
+    for section in sections:
+        lines += ["", f"### {section.title}", "", _markdown_row(headings(section))]
+        lines.append(_markdown_row(["---", *["---:"] * (len(headings(section)) - 2), "---"]))
+        lines += [_markdown_row(row) for row in cells(section)]
+    return "\n".join(lines) + "\n"
+
+
+def _markdown_row(texts: Sequence[str]) -> str:
+    return "| " + " | ".join(text.replace("|", "\\|") for text in texts) + " |"
+
+
+def machine_text(document: dict[str, Any]) -> str:
+    machine, shape = document["machine"], document["shape"]
+    return (
+        f"{machine['device']}, torch {machine['torch']}, Triton {machine['triton']}, Python {machine['python']}; "
+        f"B={shape['batch']}, T={shape['length']}, H={shape['hidden']}, {shape['dtype']}; forward and backward, "
+        f"{document['repeats']} interleaved repeats"
+    )
+
+
+def as_json(document: dict[str, Any], sections: Sequence[Section]) -> str:
+    """Everything measured, with the ratios."""
+    return json.dumps({**document, "cases": [_section_data(section) for section in sections]}, indent=1)
+
+
+def _section_data(section: Section) -> dict[str, Any]:
+    floor = _floor(section)
+    peers = []
+    for row in section.rows:
+        peers.append(
+            {
+                "peer": row.peer,
+                "implementation": row.implementation,
+                "version": row.version,
+                "problem": row.problem,
+                "reason": row.reason,
+                "milliseconds": row.repeats,
+                "minimum": min(row.times, default=None),
+                "median": row.median if row.times else None,
+                "check": row.check,
+                **row.memory,
+                "times_floor": ratio(row, floor),
+                "times_baseline": {base.peer: ratio(row, base) for base in baselines(section)},
+            }
+        )
+    return {
+        "case": section.case,
+        "description": section.description,
+        "vocabulary": section.vocabulary,
+        "peers": peers,
+    }
+
+
+def plot(path: str, document: dict[str, Any], sections: Sequence[Section]) -> None:
+    """Write medians of all comparable peers as bars, one panel for each case, the floor as a line. Needs matplotlib."""
+    importlib.import_module("matplotlib").use("Agg")
+    pyplot: Any = importlib.import_module("matplotlib.pyplot")
+
+    columns = min(len(sections), 3)
+    lines = -(-len(sections) // columns)
+    figure, axes = pyplot.subplots(lines, columns, figsize=(6 * columns, 3.2 * lines), squeeze=False)
+    for index, panel in enumerate(axes.flat):
+        if index >= len(sections):
+            panel.axis("off")
+            continue
+        section = sections[index]
+        rows = [row for row in section.rows if row.comparable and row.implementation != "floor"]
+        bars = panel.barh([row.peer for row in rows], [row.median for row in rows], color="tab:blue")
+        panel.bar_label(bars, fmt=" %.3g")
+        panel.margins(x=0.15)
+        panel.invert_yaxis()
+        floor = _floor(section)
+        if floor is not None and floor.comparable:
+            panel.axvline(floor.median, color="tab:red", linewidth=1, label="matrix products alone")
+            panel.legend(fontsize=8)
+        panel.set_title(f"{section.case}, V = {section.vocabulary:,}", fontsize=10)
+        panel.set_xlabel("median, ms (less is better)")
+    figure.suptitle(machine_text(document), fontsize=9)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

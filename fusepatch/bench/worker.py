@@ -1,0 +1,188 @@
+"""One implementation in a process of its own: reads commands from stdin, one JSON object a line, and answers each likewise.
+
+Started as `python -m fusepatch.bench.worker IMPLEMENTATION [PATH]`, with FUSEPATCH=0 in the environment, so that nothing
+is patched before the implementation says so.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import torch
+
+from fusepatch.bench.cases import CASES, TOLERANCES, Shape
+from fusepatch.bench.inputs import Inputs, errors, make_inputs
+from fusepatch.bench.peers import IMPLEMENTATIONS, Maker, NotInstalledError, Step
+
+WARM_UP_SECONDS = 0.2
+SECONDS = 0.3
+"""How long one implementation is timed in one repeat, about, and within 3 to 10 calls; before that it is warmed up."""
+FEWEST, MOST = 3, 10
+
+
+def main() -> None:
+    name, *paths = sys.argv[1:]
+    sys.path[0:0] = paths
+    # Libraries print; the answers have the real stdout to themselves.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def answer(value: dict[str, Any]) -> None:
+        answers.write(json.dumps(value) + "\n")
+        answers.flush()
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    implementation = IMPLEMENTATIONS[name]
+    load = implementation.load
+    loaded: Maker | None = None
+    hello = _guarded(lambda: {"version": implementation.version(), "machine": _machine(device)})
+    if "problem" not in hello:
+        try:
+            loaded = load()
+        except NotInstalledError as error:
+            hello |= {"problem": "not installed", "reason": str(error)}
+        except Exception as error:
+            hello |= _problem(error)
+    answer(hello)
+    for line in sys.stdin:
+        command = json.loads(line)
+        assert loaded is not None
+        answer(_guarded(partial(_run, command, loaded, device)))
+        _release(device)
+
+
+def _guarded(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    try:
+        return work()
+    except NotImplementedError as error:
+        return {"problem": "does not apply", "reason": str(error)}
+    except Exception as error:
+        return _problem(error)
+
+
+def _problem(error: Exception) -> dict[str, Any]:
+    return {"problem": "error", "reason": " ".join(f"{type(error).__name__}: {error}".split())[:500]}
+
+
+def _run(command: dict[str, Any], make: Maker, device: torch.device) -> dict[str, Any]:
+    case = CASES[command["case"]]
+    shape = Shape(**command["shape"])
+    inputs = make_inputs(case, shape, device)
+    step = make(inputs, case)
+    if command["do"] == "warm":
+        _call(step, inputs)
+        return {}
+    if command["do"] == "check":
+        loss, measured = _memory(step, inputs, device)
+        if loss is None:
+            return measured
+        _clear(device)
+        found = errors(loss, inputs, case)
+        tolerance = TOLERANCES[shape.dtype]
+        return {**measured, "check": {**asdict(found), "tolerance": tolerance, "passed": found.within(tolerance)}}
+    return {"milliseconds": _times(step, inputs, device)}
+
+
+def _release(device: torch.device) -> None:
+    # The other processes need the memory.
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _call(step: Step, inputs: Inputs) -> None:
+    _zero_grad(inputs)
+    step()
+
+
+def _zero_grad(inputs: Inputs) -> None:
+    for leaf in inputs.leaves():
+        leaf.grad = None
+
+
+def _memory(step: Step, inputs: Inputs, device: torch.device) -> tuple[torch.Tensor | None, dict[str, Any]]:
+    """The loss of a warm call, and its bytes: the peak, its part above the inputs (gradients count as above), and what
+    stays beside gradients and the loss.
+    """
+    _call(step, inputs)
+    _zero_grad(inputs)
+    _clear(device)
+    if device.type != "cuda":
+        return step(), {}
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    loss = step()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated()
+    gradients = sum(leaf.grad.numel() * leaf.grad.element_size() for leaf in inputs.leaves() if leaf.grad is not None)
+    return loss, {
+        "peak_bytes": peak,
+        "above_inputs_bytes": peak - before,
+        "gradient_bytes": gradients,
+        "left_bytes": torch.cuda.memory_allocated() - before - gradients,
+    }
+
+
+def _times(step: Step, inputs: Inputs, device: torch.device) -> list[float]:
+    begin = time.perf_counter()
+    seconds = 0.0
+    while time.perf_counter() - begin < WARM_UP_SECONDS:
+        start = time.perf_counter()
+        _call(step, inputs)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+    calls = min(max(int(SECONDS / max(seconds, 1e-6)), FEWEST), MOST)
+    return [_time(step, inputs, device) for _ in range(calls)]
+
+
+def _time(step: Step, inputs: Inputs, device: torch.device) -> float:
+    _zero_grad(inputs)
+    if device.type != "cuda":
+        start = time.perf_counter()
+        step()
+        return (time.perf_counter() - start) * 1000
+    event: Callable[..., Any] = torch.cuda.Event
+    first, last = event(enable_timing=True), event(enable_timing=True)
+    torch.cuda.synchronize()
+    first.record()
+    step()
+    last.record()
+    torch.cuda.synchronize()
+    return float(first.elapsed_time(last))
+
+
+def _clear(device: torch.device) -> None:
+    gc.collect()
+    _release(device)
+
+
+def _machine(device: torch.device) -> dict[str, Any]:
+    try:
+        import triton
+    except ImportError:
+        triton_version = None
+    else:
+        triton_version = triton.__version__
+    gpu = device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name() if gpu else f"CPU, {torch.get_num_threads()} threads",
+        "cuda": gpu,
+        "memory_bytes": torch.cuda.get_device_properties(device).total_memory if gpu else 0,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton_version,
+    }
+
+
+if __name__ == "__main__":
+    main()
