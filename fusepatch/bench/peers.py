@@ -31,6 +31,10 @@ class NotInstalledError(Exception):
     """The implementation's library, or the part of it that is measured, is not there."""
 
 
+class DoesNotApplyError(Exception):
+    """The implementation has nothing of its own to show in this case."""
+
+
 @dataclass(frozen=True)
 class Implementation:
     """``distributions`` are the names whose version is shown, the first that is installed."""
@@ -106,7 +110,7 @@ def _fusepatch_memory() -> Maker:
 
     def make(inputs: Inputs, case: Case) -> Step:
         if not case.trainable:
-            raise NotImplementedError("FUSEPATCH_GRPO_PREFER changes nothing for a frozen head")
+            raise DoesNotApplyError("FUSEPATCH_GRPO_PREFER changes nothing for a frozen head")
         return make_plain(inputs, case)
 
     return make

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -172,7 +173,8 @@ def machine_text(document: dict[str, Any]) -> str:
 
 def as_json(document: dict[str, Any], sections: Sequence[Section]) -> str:
     """Everything measured, with the ratios."""
-    return json.dumps({**document, "cases": [_section_data(section) for section in sections]}, indent=1)
+    data = {**document, "cases": [_section_data(section) for section in sections]}
+    return json.dumps(data, indent=1, allow_nan=False)
 
 
 def _section_data(section: Section) -> dict[str, Any]:
@@ -189,7 +191,7 @@ def _section_data(section: Section) -> dict[str, Any]:
                 "milliseconds": row.repeats,
                 "minimum": min(row.times, default=None),
                 "median": row.median if row.times else None,
-                "check": row.check,
+                "check": None if row.check is None else {name: _finite(value) for name, value in row.check.items()},
                 **row.memory,
                 "times_floor": ratio(row, floor),
                 "times_baseline": {base.peer: ratio(row, base) for base in baselines(section)},
@@ -201,6 +203,11 @@ def _section_data(section: Section) -> dict[str, Any]:
         "vocabulary": section.vocabulary,
         "peers": peers,
     }
+
+
+def _finite(value: Any) -> Any:
+    # JSON has no NaN.
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def plot(path: str, document: dict[str, Any], sections: Sequence[Section]) -> None:

@@ -21,7 +21,7 @@ import torch
 
 from fusepatch.bench.cases import CASES, TOLERANCES, Shape
 from fusepatch.bench.inputs import Inputs, errors, make_inputs
-from fusepatch.bench.peers import IMPLEMENTATIONS, Maker, NotInstalledError, Step
+from fusepatch.bench.peers import IMPLEMENTATIONS, DoesNotApplyError, Maker, NotInstalledError, Step
 
 WARM_UP_SECONDS = 0.2
 SECONDS = 0.3
@@ -42,12 +42,11 @@ def main() -> None:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     implementation = IMPLEMENTATIONS[name]
-    load = implementation.load
     loaded: Maker | None = None
     hello = _guarded(lambda: {"version": implementation.version(), "machine": _machine(device)})
     if "problem" not in hello:
         try:
-            loaded = load()
+            loaded = implementation.load()
         except NotInstalledError as error:
             hello |= {"problem": "not installed", "reason": str(error)}
         except Exception as error:
@@ -63,7 +62,7 @@ def main() -> None:
 def _guarded(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     try:
         return work()
-    except NotImplementedError as error:
+    except DoesNotApplyError as error:
         return {"problem": "does not apply", "reason": str(error)}
     except Exception as error:
         return _problem(error)
@@ -133,15 +132,16 @@ def _memory(step: Step, inputs: Inputs, device: torch.device) -> tuple[torch.Ten
 
 
 def _times(step: Step, inputs: Inputs, device: torch.device) -> list[float]:
-    begin = time.perf_counter()
-    seconds = 0.0
-    while time.perf_counter() - begin < WARM_UP_SECONDS:
-        start = time.perf_counter()
+    # The CPU's times say little anyway.
+    warm_up, wanted = (WARM_UP_SECONDS, SECONDS) if device.type == "cuda" else (0.0, 0.0)
+    begin = now = time.perf_counter()
+    while now == begin or now - begin < warm_up:
+        start = now
         _call(step, inputs)
         if device.type == "cuda":
             torch.cuda.synchronize()
-        seconds = time.perf_counter() - start
-    calls = min(max(int(SECONDS / max(seconds, 1e-6)), FEWEST), MOST)
+        now = time.perf_counter()
+    calls = min(max(int(wanted / (now - start)), FEWEST), MOST)
     return [_time(step, inputs, device) for _ in range(calls)]
 
 
