@@ -225,10 +225,18 @@ def _install(patch: Patch, site: Site, module: ModuleType, late: bool) -> SiteRe
     gate = versions.gate(site, version)
     if not gate.supported:
         return _gated(patch, site, version, found)
+    if late and hooks.is_being_imported(module):
+        reason = Reason(
+            f"{site.module} was still being imported when fusepatch was activated",
+            consequence="it is not patched",
+            action="call fusepatch.activate() once more when it has been imported",
+        )
+        return _record(patch, site, Outcome.PENDING, reason, version)
     try:
         applied = install.install(patch.id, site, module, late)
     except install.TargetAbsentError as problem:
-        return _absent(patch, site, version, module, str(problem))
+        reason = Reason(f"{found}: {problem}", consequence="there is nothing to patch in this version")
+        return _record(patch, site, Outcome.ABSENT, reason, version)
     except install.ContractBrokenError as problem:
         return _answered(_drifted(patch, site, version, found, str(problem), problem.wanted), site, module)
     except Exception:
@@ -375,18 +383,6 @@ def _gated(patch: Patch, site: Site, version: str | None, found: versions.Found 
         action="install a version in that range to have this patch",
     )
     return _record(patch, site, Outcome.GATED, reason, version)
-
-
-def _absent(patch: Patch, site: Site, version: str | None, module: ModuleType, problem: str) -> SiteRecord:
-    if hooks.is_being_imported(module):
-        reason = Reason(
-            f"{problem} yet, for it was still being imported when fusepatch was activated",
-            consequence="it is not patched",
-            action="call fusepatch.activate() once more when it has been imported",
-        )
-    else:
-        reason = Reason(f"{problem}", consequence="there is nothing to patch in this version")
-    return _record(patch, site, Outcome.ABSENT, reason, version)
 
 
 def _drifted(

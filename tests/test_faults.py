@@ -166,6 +166,22 @@ def test_an_upstream_that_raises_on_import_raises_its_own_error(upstream: str, t
     assert outcome.startswith(("PENDING", "ABSENT", "GATED", "DRIFTED"))
 
 
+def test_a_module_that_is_still_being_imported_is_patched_by_the_next_activation(tmp_path: Path) -> None:
+    site = SITES[0][1]
+    activating = "import fusepatch\nfor r in fusepatch.status():\n    print(r.sites[0].outcome.value, '|', r.reason)\n"
+    write(tmp_path, site.module, activating + "def _apply_liger_kernel_to_instance(model, **kwargs): ...\n")
+    code = f"""
+    import {site.module}
+    import fusepatch
+    fusepatch.activate()
+    print(fusepatch.status()[0].outcome.value)
+    """
+    lines = fresh(code, env={"PYTHONPATH": str(tmp_path)}, check=True).stdout.splitlines()
+    assert lines[0].startswith(f"PENDING | {site.module} was still being imported when fusepatch was activated")
+    assert "call fusepatch.activate() once more" in lines[0]
+    assert lines[-1] == "DRIFTED", "the copy has one target of three, and is looked at once it is complete"
+
+
 def test_an_environment_without_triton(tmp_path: Path) -> None:
     write(tmp_path, "triton", "raise ImportError('no triton here')")
     code = """

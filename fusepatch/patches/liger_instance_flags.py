@@ -38,11 +38,12 @@ hide it (verl-project/verl#2609, #1720)."""
 
 
 class Passed(NamedTuple):
-    """The flags of one call as they came: `None` counts as not passed."""
+    """The flags of one call as they came. `nones` were passed as None: nobody's choice, but off for Liger."""
 
     flags: Mapping[str, bool]
     caller: str
     automatic: Mapping[str, bool] = MappingProxyType({})
+    nones: frozenset[str] = frozenset()
 
     @property
     def by_user(self) -> bool:
@@ -114,8 +115,9 @@ def apply_to_model(proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
         passed = Passed(flags, outer.passed.caller, outer.passed.automatic)
     else:
         passed = Passed(flags, MODULE)
-    application = outer or _Application(passed)
     defaults = _defaults(signature)
+    passed = passed._replace(nones=frozenset(f for f in defaults if bound.arguments.get(f, 0) is None))
+    application = outer or _Application(passed)
     merge = merge_flags(defaults, passed, settings.current().liger_flags, application.user_flags)
     application.leaves.append(name)
     application.taken.update(defaults)
@@ -124,8 +126,6 @@ def apply_to_model(proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
     for text in merge.refused:
         ledger.refused(ID, f"{name}: {text}")
     bound.arguments.update(merge.values)
-    for none in [flag for flag, value in bound.arguments.items() if value is None and flag in defaults]:
-        del bound.arguments[none]
     token = _application.set(application)
     try:
         result = _call(proceed, bound, merge, defaults)
@@ -161,11 +161,15 @@ def merge_flags(
     refused: list[str] = []
     by_user = user_flags | (frozenset(passed.flags) if passed.by_user else frozenset())
 
+    def without(flag: str) -> bool:
+        return flag not in passed.nones and defaults[flag]
+
     def set_flag(flag: str, value: bool, source: str) -> None:
         before = passed.flags.get(flag)
         values[flag] = value
-        if before is None and value != defaults[flag]:
-            replaced.append(f"{flag}: not passed (Liger's default {defaults[flag]}) -> {value} ({source})")
+        if before is None and value != without(flag):
+            found = "None (off for Liger)" if flag in passed.nones else f"not passed (Liger's default {defaults[flag]})"
+            replaced.append(f"{flag}: {found} -> {value} ({source})")
         elif before is not None and value != before:
             replaced.append(f"{flag}: {before} from {passed.caller} -> {value} ({source})")
 
@@ -195,7 +199,7 @@ def merge_flags(
                 f"one of the two ways and would stop with an AssertionError. No kernel was applied by this call; unset the "
                 f"variable or remove {other} from the code."
             )
-        if passed.flags.get(other, defaults[other]):
+        if passed.flags.get(other, without(other)):
             set_flag(other, False, f"implied by {_variable(asked)}=1")
     return Merge(values, tuple(replaced), tuple(refused))
 

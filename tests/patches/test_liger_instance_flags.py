@@ -170,9 +170,20 @@ def test_a_framework_with_its_own_forward_keeps_it(caller: str) -> None:
     )
 
 
-def test_none_counts_as_not_passed() -> None:
+def test_none_is_left_to_upstream_unless_somebody_asks() -> None:
     def attempt():
-        return apply_and_look("qwen2", "verl.workers.engine", fused_linear_cross_entropy=None, rope=None)
+        return apply_and_look("qwen2", "axolotl.integrations.liger.plugin", rope=None, rms_norm=True, swiglu=None)
+
+    unpatched = forked(attempt, env={"FUSEPATCH": "0"})
+    assert on_model(unpatched) == {**ALL_ON, "rope": False, "mlp": False}
+    assert on_model(forked(attempt)) == on_model(unpatched)
+    asked = forked(attempt, env={f"{PREFIX}ROPE": "1", f"{PREFIX}RMS_NORM": "0"})
+    assert on_model(asked) == {**ALL_ON, "mlp": False}, "None counts as not passed, True is the user's"
+
+
+def test_none_for_the_fused_loss_gets_the_automatic_rule() -> None:
+    def attempt():
+        return apply_and_look("qwen2", "verl.workers.engine", fused_linear_cross_entropy=None)
 
     assert on_model(forked(attempt)) == {**ALL_ON, "fused_linear_cross_entropy": False}
 

@@ -98,6 +98,15 @@ def test_flags_the_function_lacks_are_left_out() -> None:
     assert values(PIXTRAL, Passed({}, USER), {"cross_entropy": True, "geglu": False, "rope": False}) == {"rope": False}
 
 
+def test_none_is_nobodys_choice_and_off_for_liger() -> None:
+    passed = Passed({}, "axolotl.integrations.liger.plugin", nones=frozenset(LLAMA))
+    assert merge_flags(LLAMA, passed, {}) == Merge({}, (), ())
+    merge = merge_flags(LLAMA, passed, {"rope": True, "rms_norm": False})
+    assert merge.values == {"rope": True, "rms_norm": False}
+    assert merge.replaced == ("rope: None (off for Liger) -> True (FUSEPATCH_LIGER_ROPE=1)",)
+    assert values(LLAMA, passed, {"cross_entropy": True}) == {"cross_entropy": True}, "the fused one is off already"
+
+
 def test_what_the_user_set_around_a_nested_call_stands() -> None:
     passed = Passed({"cross_entropy": False, "fused_linear_cross_entropy": False}, LIGER)
     assert values(LLAMA, passed, {"cross_entropy": True}, frozenset({"cross_entropy"})) == {}
