@@ -20,7 +20,7 @@ def test_one_command_runs_the_demo_and_one_the_tests() -> None:
 
 
 def test_continuous_integration_runs_the_command_of_the_readme() -> None:
-    assert f'section "{TESTS}"\n' in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    assert f'"{TESTS}"\n' in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
 
 
 def test_the_table_has_every_patch_and_no_other() -> None:
