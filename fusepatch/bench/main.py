@@ -64,6 +64,10 @@ def main(arguments: Sequence[str], program: str) -> int:
         raise BenchError(
             "--plot needs matplotlib, which is not installed. Nothing was measured: install it, or leave --plot out."
         )
+    for path in (options.json, options.markdown, options.plot):
+        parent = os.path.dirname(os.path.abspath(path)) if path else "."
+        if not os.path.isdir(parent):
+            raise BenchError(f"{path} cannot be written: there is no folder {parent}. Nothing was measured.")
     peers = _peers(options)
     command = shlex.join(["python", "-m", "fusepatch", "bench", *arguments])
     with tempfile.TemporaryDirectory(prefix="fusepatch-bench-") as folder:

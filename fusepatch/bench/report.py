@@ -13,6 +13,8 @@ from typing import Any
 from fusepatch import terminal
 
 GIB = 1 << 30
+DOES_NOT_APPLY = "does not apply"
+"""The ``problem`` of a peer that has nothing of its own to show in a case."""
 
 
 @dataclass
@@ -100,10 +102,12 @@ def headings(section: Section) -> list[str]:
 
 
 def cells(section: Section) -> list[list[str]]:
-    """One list of texts for each row, in the order of `headings`."""
+    """One list of texts for each row, in the order of `headings`; a peer to which the case does not apply has none."""
     floor = _floor(section)
     result = []
     for row in section.rows:
+        if row.problem == DOES_NOT_APPLY:
+            continue
         name = row.peer if row.version is None else f"{row.peer} ({row.version})"
         if row.problem is not None:
             blank = [""] * (len(headings(section)) - 2)

@@ -22,6 +22,7 @@ import torch
 from fusepatch.bench.cases import CASES, TOLERANCES, Shape
 from fusepatch.bench.inputs import Inputs, errors, make_inputs
 from fusepatch.bench.peers import IMPLEMENTATIONS, DoesNotApplyError, Maker, NotInstalledError, Step
+from fusepatch.bench.report import DOES_NOT_APPLY
 
 WARM_UP_SECONDS = 0.2
 SECONDS = 0.3
@@ -63,7 +64,7 @@ def _guarded(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     try:
         return work()
     except DoesNotApplyError as error:
-        return {"problem": "does not apply", "reason": str(error)}
+        return {"problem": DOES_NOT_APPLY, "reason": str(error)}
     except Exception as error:
         return _problem(error)
 

@@ -243,6 +243,7 @@ def test_several_vocabularies_and_bfloat16() -> None:
         (["--peer", "liger-a=.", "--peer", "liger-a=."], "given twice"),
         (["--cases", "frosen"], "found frosen; wanted some of frozen,"),
         (["--peers", ""], "found none; wanted some of floor,"),
+        (["--json", "nowhere/out.json"], "nowhere/out.json cannot be written: there is no folder"),
         (["--batch", "0"], "must be at least 1"),
     ],
 )
