@@ -8,8 +8,11 @@ from typing import Any
 
 import trl
 from demo import tiny
+from packaging.version import Version
 
 STEPS = 5
+WITHOUT_PEFT = Version(trl.__version__) < Version("0.18")
+"""TRL 0.17 raises where a PEFT model meets Liger's loss."""
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:
@@ -53,6 +56,8 @@ def trainer(folder: Path, lora: bool, model: Any = None, **changes: Any) -> Any:
     from peft import LoraConfig
 
     model = model or tiny.model()
+    tokenizer = tiny.tokenizer()
+    tokenizer.model_input_names = ["input_ids", "attention_mask"]  # transformers 4 adds token types
     source = folder / "model"
     if not source.exists():
         model.save_pretrained(source)
@@ -61,7 +66,7 @@ def trainer(folder: Path, lora: bool, model: Any = None, **changes: Any) -> Any:
         model=model,
         reward_funcs=reward,
         args=config(folder, **changes),
-        processing_class=tiny.tokenizer(),
+        processing_class=tokenizer,
         train_dataset=Dataset.from_dict({"prompt": tiny.text(16)}),
         peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"]) if lora else None,
     )

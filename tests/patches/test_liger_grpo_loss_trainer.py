@@ -16,7 +16,7 @@ trl = pytest.importorskip("trl")
 pytest.importorskip("peft")
 
 from liger_grpo_kit import patched, record  # noqa: E402
-from liger_grpo_trainer_kit import STEPS, trainer  # noqa: E402
+from liger_grpo_trainer_kit import STEPS, WITHOUT_PEFT, trainer  # noqa: E402
 
 import fusepatch  # noqa: E402
 
@@ -48,6 +48,8 @@ def train(folder: Path, lora: bool, **changes: Any) -> list[dict[str, float]]:
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
 def test_training_is_the_same(tmp_path: Path, lora: bool, accumulation: int) -> None:
+    if lora and WITHOUT_PEFT:
+        pytest.skip("this TRL refuses PEFT with Liger's loss")
     theirs = train(tmp_path, lora, gradient_accumulation_steps=accumulation)
     with patched():
         ours = train(tmp_path, lora, gradient_accumulation_steps=accumulation)
