@@ -154,11 +154,15 @@ def _page(patch: Patch, record: PatchRecord, read: settings.Settings, where: str
 
 
 def summary() -> str:
-    """One line: what is applied, what is not, where to look."""
+    """One line: what is applied, what waits for an import, what is not applied, where to look."""
     records = status()
     applied = [record.id for record in records if record.outcome is Outcome.APPLIED]
-    others = [f"{record.id} {record.outcome.value}" for record in records if record.outcome is not Outcome.APPLIED]
-    parts = [f"applied {', '.join(applied)}" if applied else "nothing applied"]
+    waiting = [record.id for record in records if record.outcome is Outcome.PENDING]
+    told = (Outcome.APPLIED, Outcome.PENDING)
+    others = [f"{record.id} {record.outcome.value}" for record in records if record.outcome not in told]
+    parts = [f"applied {', '.join(applied)}" if applied else "nothing applied yet"]
+    if waiting:
+        parts.append(f"waiting for their modules to be imported: {', '.join(waiting)}")
     if others:
         parts.append(f"not applied: {', '.join(others)}")
     return f"{'; '.join(parts)}. `python -m fusepatch status` and `fusepatch.status()` say why."
@@ -244,19 +248,19 @@ def _install(patch: Patch, site: Site, module: ModuleType, late: bool) -> SiteRe
     flags = [] if gate.tested else ["untested"]
     if late:
         flags.append("late")
-    reason = f"{found or site.upstream.import_name}"
+    told = f"{found or site.upstream.import_name}"
     if not gate.tested:
-        reason += f"; tested with {site.tested}, the shape of the target is the known one"
+        told += f"; tested with {site.tested}, the shape of the target is the known one"
     if applied.rebound:
-        reason += f"; rebound where it had been taken before: {', '.join(applied.rebound)}"
+        told += f"; rebound where it had been taken before: {', '.join(applied.rebound)}"
     if applied.left:
-        reason += f"; still the old one where it had been taken before: {', '.join(applied.left)}"
+        told += f"; still the old one where it had been taken before: {', '.join(applied.left)}"
     return SiteRecord(
         patch=patch.id,
         upstream=site.upstream.import_name,
         module=site.module,
         outcome=Outcome.APPLIED,
-        reason=Reason(reason),
+        reason=Reason(told),
         version=version,
         flags=tuple(flags),
         holders=(*applied.rebound, *applied.left),

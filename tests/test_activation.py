@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 from helpers import fresh
 
@@ -144,6 +146,22 @@ def test_an_unknown_id_names_the_known_ones(function: str) -> None:
         getattr(fusepatch, function)("liger.flags")
     assert "'liger.flags'" in str(raised.value)
     assert all(patch in str(raised.value) for patch in IDS)
+
+
+def test_the_one_line_tells_what_waits_from_what_is_not_applied() -> None:
+    code = """
+    import fusepatch
+    from fusepatch.activation import summary
+    print(summary())
+    """
+    (line,) = lines(code, FUSEPATCH_DISABLE=IDS[0])
+    assert line.startswith("nothing applied yet; ")
+    assert f"not applied: {IDS[0]} DISABLED" in line
+    assert line.endswith("`python -m fusepatch status` and `fusepatch.status()` say why.")
+    waiting = line.partition("waiting for their modules to be imported: ")[2].partition(";")[0]
+    assert IDS[0] not in waiting
+    if importlib.util.find_spec("torch") is not None:
+        assert "optimizer.flags" in waiting
 
 
 def test_many_threads_activating_at_once_are_one_activation() -> None:
