@@ -117,7 +117,8 @@ def open_door(
     flag = ["--import-fusepatch"] if patched else []
     done = run([sys.executable, FOLDER / "doors" / f"{door}.py", *arguments, *flag], env=env)
     assert done.returncode == 0, f"{door} {arguments} {variables}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-    seen = json.loads(done.stdout.rstrip().splitlines()[-1])
+    last = done.stdout.rstrip().splitlines()[-1]
+    seen = json.loads(last[last.index("{") :])  # Trinity-RFT's logger puts its prefix before what others print
     assert patched == ("fusepatch" in seen), "fusepatch was active where it should not be, or the other way round"
     return Seen(seen["models"], seen.get("fusepatch"))
 

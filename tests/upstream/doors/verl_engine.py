@@ -1,6 +1,6 @@
 """Door: verl's FSDP engine (0.6.0 and later) with `use_liger`, initialised on the CPU: fsdp2, gloo, one rank.
 
-verl 0.6 and 0.7 run on the CPU as they are; 0.8 and later take the device from a platform registry, where the door
+verl 0.6 to 0.8 run on the CPU as they are; 0.9 and later take the device from a platform registry, where the door
 registers a CPU (see cpu_platform.py). The registry of engines lists accelerators only, so the class is constructed directly.
 
     python tests/upstream/doors/verl_engine.py --models llama,qwen3
@@ -29,7 +29,7 @@ def main() -> None:
 def door(arguments: argparse.Namespace, prepare: Callable[[], None] = lambda: None) -> dict[str, Any]:
     from gloo import one_rank
 
-    if importlib.metadata.version("verl") >= "0.8":
+    if importlib.metadata.version("verl") >= "0.9":
         os.environ.update({"VERL_USE_EXTERNAL_MODULES": "cpu_platform", "VERL_PLATFORM": "cpu"})
     seen = {}
     prepare()
