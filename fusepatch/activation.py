@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
@@ -443,8 +442,3 @@ def _variables(patch: Patch, read: settings.Settings) -> Iterator[str]:
         yield f"{variable.shown_name} ({variable.values.replace('`', '')}): {meaning}"
         not_set = f"not set ({variable.default.removeprefix('unset: ')})"
         yield f"    here: {', '.join(values) or not_set}".replace("`", "")
-
-
-def loaded_sites() -> tuple[tuple[Patch, Site], ...]:
-    """The sites whose module is loaded in this process."""
-    return tuple((patch, site) for patch, site in _sites() if site.module in sys.modules)
