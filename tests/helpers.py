@@ -17,7 +17,8 @@ def clean_environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
     kept = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith(("FUSEPATCH", "PYTHON", "VERL_")) and name not in ("COLUMNS", "FORCE_COLOR", "RANK", "LOCAL_RANK")
+        if not name.startswith(("FUSEPATCH", "PYTHON", "VERL_"))
+        and name not in ("COLUMNS", "FORCE_COLOR", "RANK", "LOCAL_RANK")
     }
     return {**kept, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "NO_COLOR": "1", **(env or {})}
 
