@@ -117,21 +117,21 @@ class HiddenPass:
 
 
 @dataclass(frozen=True)
-class _RowOutputs:
+class RowOutputs:
     values: torch.Tensor
     log_sum_exp: torch.Tensor
     multiplier: torch.Tensor
 
 
-def _row_outputs(rows: int, like: torch.Tensor, head: Head) -> _RowOutputs:
+def row_outputs(rows: int, like: torch.Tensor, head: Head) -> RowOutputs:
     values, log_sum_exp, multiplier = torch.empty((3, rows), dtype=head.precision.sums, device=like.device).unbind(0)
-    return _RowOutputs(values, log_sum_exp, multiplier)
+    return RowOutputs(values, log_sum_exp, multiplier)
 
 
 def hidden_gradient_pass(head: Head, hidden: HiddenRows, targets: torch.Tensor) -> HiddenPass:
     """Two products per chunk, log-probabilities and grad-hidden, with no coefficient known. Allocates no [V, H]."""
     rows = hidden.plan.rows
-    outputs = _row_outputs(rows, targets, head)
+    outputs = row_outputs(rows, targets, head)
     gradients = gradient_rows(hidden.hidden, hidden.plan)
     pieces = ranges(0, rows, head.chunk_rows)
     if pieces:
@@ -139,7 +139,7 @@ def hidden_gradient_pass(head: Head, hidden: HiddenRows, targets: torch.Tensor) 
         buffer = head.buffer(pieces[0][1], head.vocabulary, head.precision.gradients)
         for start, stop in pieces:
             written = buffer.gradients(stop - start, head.vocabulary)
-            _write_chunk(head, weight, hidden, targets, buffer, written, outputs, start, stop)
+            write_chunk(head, weight, hidden, targets, buffer, written, outputs, start, stop)
             out = gradients.out(start, stop)
             products.hidden_gradient_into(out, written, weight, head.precision)
             gradients.put(start, out)
@@ -150,14 +150,14 @@ def hidden_gradient_pass(head: Head, hidden: HiddenRows, targets: torch.Tensor) 
     )
 
 
-def _write_chunk(
+def write_chunk(
     head: Head,
     weight: torch.Tensor,
     hidden: HiddenRows,
     targets: torch.Tensor,
     buffer: LogitBuffer,
     written: torch.Tensor,
-    outputs: _RowOutputs,
+    outputs: RowOutputs,
     start: int,
     stop: int,
 ) -> None:
@@ -243,10 +243,10 @@ def grouped_gradient_pass(
     precision = head.precision
     rows = hidden.plan.rows
     device = targets.device
-    outputs = _row_outputs(rows, targets, head)
+    outputs = row_outputs(rows, targets, head)
     grad_hidden = gradient_rows(hidden.hidden, hidden.plan) if wanted.hidden else None
     weight_sum: torch.Tensor | None = None
-    bias_sum = torch.zeros((2, head.vocabulary), dtype=precision.sums, device=device) if wanted.bias else None
+    bias_sum = torch.zeros(head.vocabulary, dtype=precision.sums, device=device) if wanted.bias else None
     groups = ranges(0, rows, head.group_rows, head.chunk_rows)
     if groups:
         weight = head.operand_weight()
@@ -268,7 +268,7 @@ def grouped_gradient_pass(
                 written = group[: stop - start, : head.vocabulary]
             for first, last in ranges(start, stop, chunk_size):
                 part = written[first - start : last - start]
-                _write_chunk(head, weight, hidden, targets, buffer, part, outputs, first, last)
+                write_chunk(head, weight, hidden, targets, buffer, part, outputs, first, last)
             found = coefficients(outputs.values, start, stop)
             scale = found * outputs.multiplier[start:stop]
             if grad_hidden is not None:
@@ -290,18 +290,25 @@ def grouped_gradient_pass(
                     products.add_product(weight_sum, written.t(), scaled)
                 del scaled
             if bias_sum is not None:
-                # A product wants both operands in one dtype; what the first rounding loses goes in as a second row.
-                rounded = scale.to(precision.gradients)
-                lost = (scale - rounded).to(precision.gradients)
-                products.add_product(bias_sum, torch.stack((rounded, lost)), written)
+                bias_sum += sum_of_scaled_rows(scale, written, precision)
         # Free before the cast, which needs memory of the weight's size.
         del buffer, group, written, part, weight
     factor = None if limit is None else limit * (head.logit_map.slope / precision.gain)
     return outputs.values, Gradients(
         grad_hidden.total.view(hidden.hidden.shape) if grad_hidden is not None else None,
         _finished(weight_sum, head.weight, factor) if wanted.weight else None,
-        _finished(bias_sum.sum(0), head.bias, factor) if bias_sum is not None and head.bias is not None else None,
+        _finished(bias_sum, head.bias, factor) if bias_sum is not None and head.bias is not None else None,
     )
+
+
+def sum_of_scaled_rows(scale: torch.Tensor, rows: torch.Tensor, precision: Precision) -> torch.Tensor:
+    """The sum over ``rows`` [R, V], each times its ``scale`` [R], in ``precision.sums``; [V]."""
+    # A product wants both operands in one dtype; what the first rounding loses goes in as a second row.
+    rounded = scale.to(precision.gradients)
+    lost = (scale - rounded).to(precision.gradients)
+    total = torch.empty((2, rows.shape[1]), dtype=precision.sums, device=rows.device)
+    products.product_into(total, torch.stack((rounded, lost)), rows)
+    return total.sum(0)
 
 
 def _finished(total: torch.Tensor | None, like: torch.Tensor, factor: torch.Tensor | None) -> torch.Tensor:
@@ -312,6 +319,15 @@ def _finished(total: torch.Tensor | None, like: torch.Tensor, factor: torch.Tens
     return total.view(like.shape).to(like.dtype)
 
 
+@dataclass(frozen=True)
+class Begun:
+    """grad-weight [V, H] and a sum of grad-bias [V], where wanted, with their first ``columns`` (of the logits) done."""
+
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+    columns: int
+
+
 def vocabulary_gradient_pass(
     head: Head,
     hidden: HiddenRows,
@@ -319,11 +335,13 @@ def vocabulary_gradient_pass(
     wanted: Wanted,
     log_sum_exp: torch.Tensor,
     coefficients: torch.Tensor,
+    begun: Begun | None = None,
 ) -> Gradients:
     """Grad-weight and grad-bias by slices of the vocabulary, all rows at once: two products, no float32 [V, H] sum.
 
     Args:
         log_sum_exp, coefficients: [R], from a pass before this one and from the policy.
+        begun: gradients to be finished in place, instead of new ones.
     """
     precision = head.precision
     rows = hidden.plan.rows
@@ -334,15 +352,19 @@ def vocabulary_gradient_pass(
     if limit is not None:
         scale = scale * (precision.gain / limit)
         factor = limit / precision.gain
-    make = torch.empty if rows else torch.zeros
-    grad_weight = make(head.weight.shape, dtype=head.weight.dtype, device=device) if wanted.weight else None
-    grad_bias = torch.zeros(head.vocabulary, dtype=precision.sums, device=device) if wanted.bias else None
+    if begun is None:
+        grad_weight = torch.empty(head.weight.shape, dtype=head.weight.dtype, device=device) if wanted.weight else None
+        grad_bias = torch.zeros(head.vocabulary, dtype=precision.sums, device=device) if wanted.bias else None
+        begun = Begun(grad_weight, grad_bias, 0)
+    grad_weight, grad_bias = begun.weight, begun.bias
+    if rows == 0 and grad_weight is not None:
+        grad_weight[begun.columns :] = 0
     if rows:
         states = hidden.take(0, rows)
         width = head.slice_columns(rows)
         buffer = head.buffer(rows, width, precision.gradients)
         ones = torch.ones((1, rows), dtype=precision.gradients, device=device)
-        for part in products.slices(head.vocabulary, width):
+        for part in products.slices(begun.columns, head.vocabulary, width):
             weight = head.weight[part]
             if not precision.widened:
                 weight = weight.to(precision.operand)

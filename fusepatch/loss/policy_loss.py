@@ -14,7 +14,10 @@ import torch
 
 from fusepatch.loss.backend import Backend
 from fusepatch.loss.chunks import RowPlan, plan_all_rows, plan_rows
+from fusepatch.loss.gradient_storage import first_columns_pass, serves
 from fusepatch.loss.linear import (
+    Begun,
+    CoefficientSource,
     Gradients,
     Head,
     Wanted,
@@ -148,8 +151,8 @@ def linear_policy_loss(
         reference_head: computes the reference log-probabilities with the same logit map; not together with
             ``reference_log_probabilities``.
         sampling_ratio: [B, 1] or [B, T].
-        prefer: ``"memory"`` makes grad-weight by slices of the vocabulary: no float32 sum of the weight's size, at the
-            price of one more matrix product. Nothing changes where neither weight nor bias needs a gradient.
+        prefer: ``"memory"`` makes grad-weight in no more memory than its own, without a float32 sum of its size, at the
+            price of about half of one more matrix product (a whole one where no policy gradient is known in the first pass). Nothing changes where neither weight nor bias needs a gradient.
         chunk_mib: MiB for the logits of one chunk; the chunk is the largest multiple of 128 rows within it.
         backend: ``"auto"``, ``"triton"`` or ``"torch"``, see :func:`fusepatch.loss.backend.choose_backend`.
 
@@ -175,7 +178,7 @@ def linear_policy_loss(
     elif not wanted.parameters:
         result = _hidden_only(call)
     elif prefer == "memory":
-        result = _by_vocabulary(call, wanted)
+        result = _saving_memory(call, wanted)
     elif traits.fixed_coefficients:
         result = _fixed(call, wanted)
     elif plan.rows <= head.group_rows:
@@ -355,6 +358,16 @@ def _hidden_only(call: _Call) -> PolicyLoss:
 
 
 def _fixed(call: _Call, wanted: Wanted) -> PolicyLoss:
+    source = _fixed_coefficients(call)
+    limit = None
+    if call.head.precision.narrow_range:
+        limit = coefficient_limit(call.head, source(call.targets, 0, call.plan.rows))
+    values, gradients = grouped_gradient_pass(call.head, call.rows, call.targets, wanted, source, limit)
+    inputs = call.with_values(values)
+    return _result(call, inputs, *_loss(call.policy, inputs), gradients)
+
+
+def _fixed_coefficients(call: _Call) -> CoefficientSource:
     known: list[torch.Tensor] = []
 
     def source(values: torch.Tensor, start: int, stop: int) -> torch.Tensor:
@@ -363,13 +376,7 @@ def _fixed(call: _Call, wanted: Wanted) -> PolicyLoss:
             known.append(call.plan.take(_loss_and_coefficients(call.policy, call.inputs)[2]))
         return known[0][start:stop]
 
-    limit = None
-    if call.head.precision.narrow_range:
-        source(call.targets, 0, 0)
-        limit = coefficient_limit(call.head, known[0])
-    values, gradients = grouped_gradient_pass(call.head, call.rows, call.targets, wanted, source, limit)
-    inputs = call.with_values(values)
-    return _result(call, inputs, *_loss(call.policy, inputs), gradients)
+    return source
 
 
 def _one_group(call: _Call, wanted: Wanted) -> PolicyLoss:
@@ -387,6 +394,13 @@ def _one_group(call: _Call, wanted: Wanted) -> PolicyLoss:
 
 
 def _by_groups(call: _Call, wanted: Wanted) -> PolicyLoss:
+    source = _separable_coefficients(call)
+    values, gradients = grouped_gradient_pass(call.head, call.rows, call.targets, wanted, source)
+    inputs = call.with_values(values)
+    return _result(call, inputs, *_loss(call.policy, inputs), gradients)
+
+
+def _separable_coefficients(call: _Call) -> CoefficientSource:
     length = call.plan.shape[1]
 
     def source(values: torch.Tensor, start: int, stop: int) -> torch.Tensor:
@@ -409,9 +423,7 @@ def _by_groups(call: _Call, wanted: Wanted) -> PolicyLoss:
         )
         return _loss_and_coefficients(call.policy, inputs)[2].reshape(-1).index_select(0, positions)
 
-    values, gradients = grouped_gradient_pass(call.head, call.rows, call.targets, wanted, source)
-    inputs = call.with_values(values)
-    return _result(call, inputs, *_loss(call.policy, inputs), gradients)
+    return source
 
 
 def _by_vocabulary(call: _Call, wanted: Wanted) -> PolicyLoss:
@@ -426,18 +438,39 @@ def _by_vocabulary(call: _Call, wanted: Wanted) -> PolicyLoss:
     loss, metrics, coefficients = _loss_and_coefficients(call.policy, inputs)
     if done is not None:
         scale_hidden_gradient(call.head, done.grad_hidden, coefficients * call.plan.put(done.multiplier))
+    gradients = _by_slices(call, wanted, found.log_sum_exp, coefficients)
+    grad_hidden = done.grad_hidden if done is not None else None
+    return _result(call, inputs, loss, metrics, replace(gradients, hidden=grad_hidden))
+
+
+def _saving_memory(call: _Call, wanted: Wanted) -> PolicyLoss:
+    """As many of grad-weight's rows as its own memory has room to sum in the first pass, the others after it."""
+    known = call.traits.fixed_coefficients or call.traits.separable
+    if not (known and wanted.weight and serves(call.head, call.plan.rows)) or call.head.precision.narrow_range:
+        return _by_vocabulary(call, wanted)
+    source = _fixed_coefficients(call) if call.traits.fixed_coefficients else _separable_coefficients(call)
+    part = first_columns_pass(call.head, call.rows, call.targets, wanted, source)
+    inputs = call.with_values(part.log_probabilities.values)
+    loss, metrics = _loss(call.policy, inputs)
+    coefficients = call.plan.put(part.coefficients)
+    gradients = _by_slices(call, wanted, part.log_probabilities.log_sum_exp, coefficients, part.begun)
+    return _result(call, inputs, loss, metrics, replace(gradients, hidden=part.grad_hidden))
+
+
+def _by_slices(
+    call: _Call, wanted: Wanted, log_sum_exp: torch.Tensor, coefficients: torch.Tensor, begun: Begun | None = None
+) -> Gradients:
     left = call.plan
     if not call.traits.fixed_coefficients and coefficients.numel():
         # Clipped tokens: the second sync costs less than their products.
         keep = coefficients != 0
         left = plan_rows(keep if left.computed is None else keep & left.computed)
-    gradients = vocabulary_gradient_pass(
+    return vocabulary_gradient_pass(
         call.head,
         replace(call.rows, plan=left),
         left.take(call.plan.put(call.targets)),
         wanted,
-        left.take(call.plan.put(found.log_sum_exp)),
+        left.take(call.plan.put(log_sum_exp)),
         left.take(coefficients),
+        begun,
     )
-    grad_hidden = done.grad_hidden if done is not None else None
-    return _result(call, inputs, loss, metrics, replace(gradients, hidden=grad_hidden))

@@ -81,9 +81,9 @@ def choose_precision(hidden: torch.Tensor) -> Precision:
     return Precision(operand, operand, torch.float32, operand, torch.float32, gain)
 
 
-def slices(columns: int, limit: int) -> Iterator[slice]:
-    for start in range(0, columns, limit):
-        yield slice(start, min(start + limit, columns))
+def slices(start: int, stop: int, limit: int) -> Iterator[slice]:
+    for first in range(start, stop, limit):
+        yield slice(first, min(first + limit, stop))
 
 
 def product_into(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
@@ -106,7 +106,7 @@ def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
         # No product of half operands adds to float32 here; a slice at a time keeps the narrow copy small.
-        for part in slices(total.shape[0], WIDENED_SLICE):
+        for part in slices(0, total.shape[0], WIDENED_SLICE):
             narrow = torch.empty(total[part].shape, dtype=a.dtype, device=total.device)
             total[part] += torch.mm(a[part], b, out=narrow)
 
@@ -143,7 +143,7 @@ def logits_into(out: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor, pre
         if first < columns:
             product_into(out[:, first:], rows, weight[first:].t())
         return
-    for part in slices(weight.shape[0], WIDENED_SLICE):
+    for part in slices(0, weight.shape[0], WIDENED_SLICE):
         torch.mm(rows, _widened(weight[part], precision).t(), out=out[:, part])
 
 
@@ -153,7 +153,7 @@ def hidden_gradient_into(
     """``out[R, H] = gradients[R, V] @ weight[V, H] / gain``."""
     if precision.widened:
         total = torch.zeros(out.shape, dtype=gradients.dtype, device=out.device)
-        for part in slices(weight.shape[0], WIDENED_SLICE):
+        for part in slices(0, weight.shape[0], WIDENED_SLICE):
             torch.addmm(total, gradients[:, part], _widened(weight[part], precision), out=total)
         out.copy_(total)
     elif precision.gain != 1.0:

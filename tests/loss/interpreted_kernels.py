@@ -131,3 +131,10 @@ def test_an_empty_batch() -> None:
 
 def test_the_interpreter_counts_as_triton() -> None:
     assert choose_backend(torch.device("cpu"), torch.float32, "triton").name == "triton"
+
+
+def test_driver_within_the_memory_of_the_gradient() -> None:
+    batch = make_batch(2, 20, 128, 300, spread=0.2)
+    setting = Setting(old=log_probabilities_like(batch, 1))
+    found = run(batch, setting, prefer="memory", backend="triton")
+    assert_equal(found, reference(batch, setting))

@@ -157,6 +157,20 @@ def test_varying_lengths_compile_nothing_new() -> None:
     assert variants() == before
 
 
+def test_memory_of_a_trainable_head_is_its_gradient_and_a_chunk() -> None:
+    mib = 1 << 20
+    batch = on_gpu(make_batch(8, 1024, 512, 32_768, bias=False).to(torch.bfloat16))
+    wanted = Wanted(True, True, False)
+    run(batch, Setting(), wanted, prefer="memory", chunk_mib=64, backend="triton")
+    exact = reference(batch, Setting())
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    found = run(batch, Setting(), wanted, prefer="memory", chunk_mib=64, backend="triton")
+    # A chunk of logits, grad-weight (32 MiB), grad-hidden (8 MiB) and a group's rows of hidden states.
+    assert torch.cuda.max_memory_allocated() - before < (64 + 32 + 8 + 6) * mib
+    assert error(found.gradients.weight, exact.weight) < 5e-3
+
+
 def test_memory_of_a_frozen_head_is_a_chunk_and_the_gradient() -> None:
     hidden = torch.randn(4, 1024, 1024, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(65_536, 1024, device="cuda", dtype=torch.bfloat16)
