@@ -6,6 +6,7 @@ import os
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
+from typing import Any
 
 from fusepatch import settings
 from fusepatch.engine import contract, hooks, install, ledger, versions
@@ -14,36 +15,42 @@ from fusepatch.errors import SettingError, StrictError, UnknownPatchError
 from fusepatch.patches import PATCHES
 
 SWITCH = "FUSEPATCH"
+REPORT = "FUSEPATCH_REPORT"
 
 _active = False
 _disabled: frozenset[str] = frozenset()
 _taken_out: frozenset[str] = frozenset()
-_switch_before: str | None = None
+_exported_over: dict[str, str | None] = {}
 
 
 def activate() -> None:
     """Apply every patch: to what is loaded now, and to what will be imported later. Calling it again changes nothing,
     except that what was taken out by its id comes back, and a module imported anew since is patched too.
 
-    Exports `FUSEPATCH=1`, so that child processes are switched on.
+    Exports `FUSEPATCH=1`, so that child processes are switched on, and makes the path in `FUSEPATCH_REPORT` absolute, so
+    that they report to the same place.
 
     Raises:
         SettingError: a `FUSEPATCH_*` value cannot be read. Nothing has been applied then.
     """
-    global _active, _disabled, _taken_out, _switch_before
+    global _active, _disabled, _taken_out
     with install.lock:
         if not _active:
             read, _disabled = read_settings(os.environ)
             settings.use(read)
             ledger.reset(read.strict, summary)
             _warn_of_unknown(read)
-            _switch_before = os.environ.get(SWITCH)
-            os.environ[SWITCH] = "1"
+            _exported_over.clear()
+            _export(SWITCH, "1")
+            if read.report:
+                _export(REPORT, read.report)
+                _begin_report(read.report)
             _active = True
         _taken_out = frozenset()
     for patch, site in _sites():
         if patch.id not in _disabled:
             _watch(patch, site)
+    ledger.changed()
 
 
 def deactivate(id: str | None = None) -> None:
@@ -65,10 +72,12 @@ def deactivate(id: str | None = None) -> None:
         _taken_out |= wanted
         if id is None:
             _active = False
-            if _switch_before is None:
-                os.environ.pop(SWITCH, None)
-            else:
-                os.environ[SWITCH] = _switch_before
+            for name, before in _exported_over.items():
+                if before is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = before
+    ledger.changed()
 
 
 def status() -> tuple[PatchRecord, ...]:
@@ -171,6 +180,23 @@ def describe_site(site: SiteRecord) -> str:
     """Outcome, flags and reason of a site in one sentence."""
     flags = f" ({', '.join(site.flags)})" if site.flags else ""
     return f"{site.outcome.value}{flags}: {site.reason}"
+
+
+def _export(name: str, value: str) -> None:
+    _exported_over[name] = os.environ.get(name)
+    os.environ[name] = value
+
+
+def _begin_report(folder: str) -> None:
+    # Imported here: a process that keeps no report loads nothing for it.
+    from fusepatch import process_record
+    from fusepatch.engine import report
+
+    def content() -> dict[str, Any]:
+        return process_record.of_this_process([_patch_record(patch, _site_so_far) for patch in PATCHES])
+
+    report.begin(folder, content)
+    ledger.observe(report.grown)
 
 
 def _sites() -> Iterator[tuple[Patch, Site]]:
@@ -321,7 +347,16 @@ def _worst(sites: tuple[SiteRecord, ...]) -> tuple[Outcome, str]:
     return worst.outcome, str(worst.reason)
 
 
-def _site_record(patch: Patch, site: Site) -> SiteRecord:
+def _site_so_far(patch: Patch, site: Site) -> SiteRecord:
+    """The record of a site without a look at what is installed, which would cost a training step too much."""
+    return _site_record(patch, site, _not_imported)
+
+
+def _not_imported(patch: Patch, site: Site) -> SiteRecord:
+    return _record(patch, site, Outcome.PENDING, Reason(f"{site.module} has not been imported in this process"))
+
+
+def _site_record(patch: Patch, site: Site, unseen: Callable[[Patch, Site], SiteRecord] | None = None) -> SiteRecord:
     recorded = ledger.site(patch.id, site.module)
     if recorded is not None and recorded.outcome is Outcome.APPLIED:
         return _still(patch, site, recorded)
@@ -335,7 +370,7 @@ def _site_record(patch: Patch, site: Site) -> SiteRecord:
         return _named_in_disable(patch, site)
     if patch.id in _taken_out:
         return _record(patch, site, Outcome.DISABLED, Reason("deactivated", action="call fusepatch.activate()"))
-    return preview(patch, site)
+    return (unseen or preview)(patch, site)
 
 
 def _named_in_disable(patch: Patch, site: Site) -> SiteRecord:

@@ -15,10 +15,10 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import fusepatch
-from fusepatch import activation, settings, terminal
+from fusepatch import activation, process_record, settings, terminal
 from fusepatch.engine import ledger
 from fusepatch.engine.patch import Outcome, PatchRecord, Reason, SiteRecord
 from fusepatch.errors import FusepatchError, SettingError
@@ -390,15 +390,7 @@ def _listed(modules: Sequence[str]) -> str:
 
 
 def _print_json(records: Sequence[PatchRecord]) -> None:
-    print(json.dumps([_as_data(record) for record in records], indent=2))
-
-
-def _as_data(record: PatchRecord) -> dict[str, Any]:
-    sites = [
-        {**site._asdict(), "outcome": site.outcome.value, "reason": site.reason._asdict()} for site in record.sites
-    ]
-    notes = {name: [note._asdict() for note in getattr(record, name)] for name in ("replaced", "fallbacks")}
-    return {**record._asdict(), "outcome": record.outcome.value, "sites": sites, **notes}
+    print(json.dumps([process_record.as_data(record) for record in records], indent=2))
 
 
 def _this_process() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ class Settings(NamedTuple):
     switch: bool | None = None
     strict: bool = False
     disable: tuple[str, ...] = ()
+    report: str | None = None
     liger_flags: Mapping[str, bool] = MappingProxyType({})
     optimizer_fused: bool | str | None = None
     optimizer_foreach: bool | None = None
@@ -89,6 +91,10 @@ def _preference(text: str) -> str:
     return text
 
 
+def _directory(text: str) -> str:
+    return os.path.abspath(os.path.expanduser(text))
+
+
 def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
@@ -122,6 +128,17 @@ TABLE: tuple[Variable, ...] = (
         meaning="Patches that are not applied.",
         read_by="start-up",
         parse=_names,
+    ),
+    Variable(
+        name="FUSEPATCH_REPORT",
+        field="report",
+        values="a directory",
+        default="none",
+        meaning="Every process keeps a JSON file there that says which patches are applied in it and what they did; "
+        "`status --report` and `check --report` read them. Made if it is missing. A relative path counts from where the "
+        "first process was started.",
+        read_by="start-up",
+        parse=_directory,
     ),
     Variable(
         name="FUSEPATCH_LIGER_",

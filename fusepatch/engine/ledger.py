@@ -23,18 +23,41 @@ _fallbacks: dict[str, Counter[str]] = {}
 _warned: set[str] = set()
 _first_use: Callable[[], str] | None = None
 _strict = False
+_observer: Callable[[int], None] | None = None
 
-os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
+
+def _in_child() -> None:
+    """What a forked child inherits of the outcomes holds in it; the calls were its parent's."""
+    for table in (_calls, _replaced, _fallbacks):
+        table.clear()
+    _lock.release()
+
+
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_in_child)
 
 
 def reset(strict: bool, first_use: Callable[[], str]) -> None:
     """Begin a new activation: forget what was recorded; `first_use` makes the line shown at the first patched call."""
-    global _first_use, _strict
+    global _first_use, _strict, _observer
     with _lock:
+        _observer = None
         _strict = strict
         _first_use = first_use
         for table in (_sites, _calls, _replaced, _fallbacks, _warned):
             table.clear()
+
+
+def observe(observer: Callable[[int], None]) -> None:
+    """Call `observer(times)` in this activation whenever the ledger has changed: `times` is how often what was recorded has
+    happened by then, 1 for an outcome. No lock of the ledger is held during the call."""
+    global _observer
+    _observer = observer
+
+
+def changed(times: int = 1) -> None:
+    """Tell the observer, if there is one; for changes that the ledger does not see (a patch that was taken out)."""
+    if _observer is not None:
+        _observer(times)
 
 
 def strict() -> bool:
@@ -46,6 +69,7 @@ def record(site: SiteRecord) -> None:
     """Store what became of a site, replacing what was known of it."""
     with _lock:
         _sites[site.patch, site.module] = site
+    changed()
 
 
 def site(patch: str, module: str) -> SiteRecord | None:
@@ -59,7 +83,9 @@ def count_call(patch: str) -> None:
     global _first_use
     with _lock:
         _calls[patch] += 1
+        times = _calls[patch]
         first_use, _first_use = _first_use, None
+    changed(times)
     if first_use is not None:
         notice.tell(logging.INFO, first_use())
 
@@ -73,13 +99,15 @@ def calls(patch: str) -> int:
 def replaced(patch: str, text: str) -> None:
     """Record a value that the patch replaced: what, by what, on whose word."""
     with _lock:
-        _count(_replaced.setdefault(patch, Counter()), text)
+        times = _count(_replaced.setdefault(patch, Counter()), text)
+    changed(times)
 
 
 def fallback(patch: str, text: str) -> None:
     """Record that a call was left to upstream, and why; nobody had asked for it, so nobody is told."""
     with _lock:
-        _count(_fallbacks.setdefault(patch, Counter()), text)
+        times = _count(_fallbacks.setdefault(patch, Counter()), text)
+    changed(times)
 
 
 def refused(patch: str, text: str) -> None:
@@ -112,10 +140,11 @@ def fallbacks(patch: str) -> tuple[Note, ...]:
     return _notes(_fallbacks, patch)
 
 
-def _count(notes: Counter[str], text: str) -> None:
+def _count(notes: Counter[str], text: str) -> int:
     if text not in notes and len(notes) >= MAXIMUM_NOTES:
         text = f"(further notes, beyond the first {MAXIMUM_NOTES} distinct ones)"
     notes[text] += 1
+    return notes[text]
 
 
 def _notes(table: dict[str, Counter[str]], patch: str) -> tuple[Note, ...]:

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 logger = logging.getLogger("fusepatch")
 
 
-def tell(level: int, text: str) -> None:
-    """Say `text` once in this process, if this is a process that a person reads."""
-    if not speaks(os.environ):
+def tell(level: int, text: str, any_rank: bool = False) -> None:
+    """Say `text` once in this process, if this is a process that a person reads, or if no other one can say it."""
+    if not any_rank and not speaks(os.environ):
         return
     if logger.hasHandlers():
         logger.log(level, text)
