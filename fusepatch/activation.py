@@ -273,6 +273,8 @@ def _install(patch: Patch, site: Site, module: ModuleType, late: bool) -> SiteRe
     flags = [] if gate.tested else ["untested"]
     if late:
         flags.append("late")
+        if site.when_late is not None:
+            site.when_late(module)
     told = f"{found or site.upstream.import_name}"
     if not gate.tested:
         told += f"; tested with {site.tested}, the shape of the target is the known one"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
 
@@ -99,6 +100,8 @@ class Site(NamedTuple):
     `supported` and `tested` are version specifiers. Outside `supported` nothing is touched; inside it the contracts
     decide, and a version outside `tested` is flagged. `mappings` names dictionaries of the module whose values follow
     the wrapped functions. `rebind_holders` allows the engine to rebind names that other modules took before activation.
+    `when_late(module)` is called after the site was applied to a module that had been imported before: it looks for what
+    can no longer be reached.
     """
 
     upstream: Upstream
@@ -108,6 +111,7 @@ class Site(NamedTuple):
     tested: str
     mappings: tuple[str, ...] = ()
     rebind_holders: bool = True
+    when_late: Callable[[ModuleType], None] | None = None
 
 
 class Patch(NamedTuple):

@@ -1,7 +1,8 @@
 """Switches fusepatch on in processes that nobody wrote an import into: children, workers, plugins.
 
-It lies at the root of site-packages, beside the `.pth` file that calls it when `FUSEPATCH` is set. It costs a process that
-imports none of the upstreams one entry in `sys.meta_path`; the package itself is imported when the first of them is.
+It lies at the root of site-packages, beside the `.pth` file that calls it when `FUSEPATCH` is set, and entry points for plugins
+name it (`verl.plugins`). It costs a process that imports none of the upstreams one entry in `sys.meta_path`; the package
+itself is imported when the first of them is.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:  # what is imported here is paid for by every child; `os` and `sys` are loaded before it
     from importlib.machinery import ModuleSpec
 
-TRIGGERS = frozenset({"liger_kernel", "torch", "transformers", "trl"})
+TRIGGERS = frozenset({"liger_kernel", "ray", "torch", "transformers", "trl"})
 """Top-level import names that bring the package in: torch, and every upstream that a patch has a site in."""
 
 
@@ -51,3 +52,6 @@ def _import_package() -> None:
         import fusepatch  # noqa: F401
     except Exception as error:
         print(f"fusepatch: not active in process {os.getpid()}: {error}", file=sys.stderr, flush=True)
+
+
+start()  # whoever loads an entry point imports the module that it names, and calls nothing
