@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
@@ -351,11 +352,13 @@ def _worst(sites: tuple[SiteRecord, ...]) -> tuple[Outcome, str]:
 
 def _site_so_far(patch: Patch, site: Site) -> SiteRecord:
     """The record of a site without a look at what is installed, which would cost a training step too much."""
-    return _site_record(patch, site, _not_imported)
+    return _site_record(patch, site, _waiting)
 
 
-def _not_imported(patch: Patch, site: Site) -> SiteRecord:
-    return _record(patch, site, Outcome.PENDING, Reason(f"{site.module} has not been imported in this process"))
+def _waiting(patch: Patch, site: Site) -> SiteRecord:
+    loaded = sys.modules.get(site.module) is not None
+    found = "is loaded, but the hook on its import has not run" if loaded else "has not been imported in this process"
+    return _record(patch, site, Outcome.PENDING, Reason(f"{site.module} {found}"))
 
 
 def _site_record(patch: Patch, site: Site, unseen: Callable[[Patch, Site], SiteRecord] | None = None) -> SiteRecord:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NoReturn
 
 import fusepatch
-from fusepatch import activation, process_record, settings, terminal
+from fusepatch import activation, process_record, reports, settings, terminal
 from fusepatch.engine import ledger
 from fusepatch.engine.patch import Outcome, PatchRecord, Reason, SiteRecord
 from fusepatch.errors import FusepatchError, SettingError
@@ -47,7 +47,11 @@ Prints, for each place that a patch changes, what a fresh process with this
 environment would do. Reads package metadata and source files; imports nothing
 and changes nothing.
 
-exit status: 0; 2 where a FUSEPATCH_* value cannot be read
+With --report DIR it prints what became of the processes of a run that had
+FUSEPATCH_REPORT=DIR: which one trains with what, and, as NOT APPLIED, each
+target that is loaded in a process without its patch.
+
+exit status: 0; 2 where a FUSEPATCH_* value, or DIR, cannot be read
 """
 
 _JSON_HELP = """
@@ -60,6 +64,15 @@ _JSON_HELP = """
   replaced, fallbacks   lists of objects: text, times
 An outcome is one of DISABLED, ABSENT, PENDING, GATED, DRIFTED, APPLIED,
 SHADOWED, FAILED, REMOVED; PENDING means: would be applied.
+With --report it is one object:
+  processes             a list of objects: format, fusepatch, host, pid,
+                        parent, rank, world_size, role, python, upstreams,
+                        settings, started, written (UTC), and patches, the
+                        list above with loaded in each site (PENDING means
+                        there: its module has not been imported)
+  not_applied           a list of objects: host, pid, rank, role, patch,
+                        module, version, outcome, reason
+  not_read              a list of objects: file, why
 """
 
 _CHECK_HELP = """\
@@ -76,6 +89,12 @@ exit status (of several, the highest):
   7  FAILED: applying a patch raised, or importing a library did
   8  a patch named by --require is not applied
 With --require only the patches that it names count: 0 or 8.
+
+With --report DIR nothing is imported: what counts are the processes of a run
+that had FUSEPATCH_REPORT=DIR, each for the patches of which it has loaded a
+target. A patch named by --require that no process has loaded a target of is
+not applied (8); without --require, 3 where no process has loaded any target.
+A file in DIR that is no report is named and does not count.
 """
 
 _RUN_HELP = """\
@@ -141,9 +160,11 @@ def _parser() -> argparse.ArgumentParser:
 
     status = add("status", _status, "what a fresh process would patch, and why", _STATUS_HELP + _JSON_HELP)
     status.add_argument("--json", action="store_true", help="print the records as JSON")
+    status.add_argument("--report", metavar="DIR", help="merge the reports of a run's processes instead")
     check = add("check", _check, "import the libraries, apply the patches, report", _CHECK_HELP + _JSON_HELP)
     check.add_argument("--require", metavar="ID,...", type=_ids, default=(), help="patches that must be applied")
     check.add_argument("--json", action="store_true", help="print the records as JSON")
+    check.add_argument("--report", metavar="DIR", help="check the processes of a run instead")
     explain = add("explain", _explain, "one patch: why, what it changes, its variables", "Explains one patch.\n")
     explain.add_argument("id", metavar="ID", help="the patch, as `status` names it")
     add(
@@ -173,6 +194,13 @@ def _ids(text: str) -> tuple[str, ...]:
 
 
 def _status(options: argparse.Namespace) -> int:
+    if options.report is not None:
+        report = reports.read(options.report)
+        if options.json:
+            print(json.dumps(reports.as_data(report), indent=2))
+        else:
+            _print_report(report)
+        return 0
     records = activation.planned(os.environ)
     for name in settings.read(os.environ).unknown:
         _complain(settings.unknown_name(name), 0)
@@ -190,8 +218,11 @@ def _status(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> int:
     for required in options.require:
         activation.explain(required)  # an unknown id stops here
+    if options.report is not None:
+        return _check_report(options)
     records = activation.planned(os.environ)
     if settings.read(os.environ).switch is not False:
+        os.environ.pop(activation.REPORT, None)  # this process trains nothing: it is no part of what is reported
         activation.activate()
         _import_upstreams(records)
         records = activation.status()
@@ -207,6 +238,36 @@ def _check(options: argparse.Namespace) -> int:
         _print_records(records)
         print("\n" + terminal.wrap(f"exit status {status}: {_verdict(status, records, missing)}", terminal.width()))
     return status
+
+
+def _check_report(options: argparse.Namespace) -> int:
+    report = reports.read(options.report)
+    if options.require:
+        problems = reports.missing(report, options.require)
+        status = REQUIRED if problems else 0
+    elif reports.loaded(report):
+        outcomes = reports.not_applied(report)
+        problems = [f"{patch} is {outcome.value}" for patch, outcome in outcomes]
+        status = max((CHECK_STATUS[outcome] for _, outcome in outcomes), default=0)
+    else:
+        problems = ["no process has loaded a target of any patch"]
+        status = CHECK_STATUS[Outcome.ABSENT]
+    if options.json:
+        print(json.dumps(reports.as_data(report), indent=2))
+    else:
+        _print_report(report)
+        verdict = "; ".join(problems)
+        if not problems:
+            verdict = (
+                f"applied wherever a target is loaded, or switched off by you: {reports.used(report, options.require)}"
+            )
+        print("\n" + terminal.wrap(f"exit status {status}: {verdict}", terminal.width()))
+    return status
+
+
+def _print_report(report: reports.Report) -> None:
+    print(f"{_this_process()}: the processes that report to {report.folder}")
+    reports.print_report(report, terminal.width())
 
 
 def _verdict(status: int, records: Sequence[PatchRecord], missing: Sequence[PatchRecord]) -> str:

@@ -17,6 +17,7 @@ _COLOURS = {
     "FAILED": "red",
     "DRIFTED": "red",
     "SHADOWED": "red",
+    "NOT": "red",
     "GATED": "yellow",
 }
 
