@@ -15,6 +15,10 @@ class FlagConflictError(FusepatchError, ValueError):
     """Flags from the environment and flags from the user's code cannot both hold in one call."""
 
 
+class InBackwardError(FusepatchError, RuntimeError):
+    """The optimizer cannot run inside backward here, or a gradient arrived in more than one part while it did."""
+
+
 class StrictError(FusepatchError, RuntimeError):
     """Something that was asked for could not be done, and `FUSEPATCH_STRICT=1` makes that an error."""
 

@@ -25,6 +25,7 @@ class Settings(NamedTuple):
     optimizer_foreach: bool | None = None
     optimizer_eps: float | None = None
     optimizer_scope: str = "frameworks"
+    optimizer_in_backward: bool = False
     grpo_loss: str = "auto"
     grpo_prefer: str = "speed"
     grpo_chunk_mib: float = 256.0
@@ -191,6 +192,17 @@ TABLE: tuple[Variable, ...] = (
         "constructs, or user code's own too (what that code passes still stands).",
         read_by="`optimizer.flags`",
         parse=_scope,
+    ),
+    Variable(
+        name="FUSEPATCH_OPTIMIZER_IN_BACKWARD",
+        field="optimizer_in_backward",
+        values="`0`, `1`",
+        default="`0`",
+        meaning="`1` runs the optimizer inside backward in the transformers Trainer, the trainers derived from it, and verl's SFT: "
+        "each gradient is used and freed as soon as it is complete. What cannot be combined with it (gradient accumulation, "
+        "gradient clipping, fp16, DDP, FSDP1, DeepSpeed, offload) is refused before training, with the setting to change.",
+        read_by="`optimizer.in_backward`",
+        parse=_switch,
     ),
     Variable(
         name="FUSEPATCH_GRPO_LOSS",

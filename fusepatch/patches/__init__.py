@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from fusepatch.engine.patch import Patch
-from fusepatch.patches import liger_grpo_loss, liger_instance_flags, optimizer_flags, ray_worker_setup
+from fusepatch.patches import (
+    liger_grpo_loss,
+    liger_instance_flags,
+    optimizer_flags,
+    optimizer_in_backward,
+    ray_worker_setup,
+)
 
 PATCHES: tuple[Patch, ...] = (
     liger_instance_flags.PATCH,
     optimizer_flags.PATCH,
+    optimizer_in_backward.PATCH,
     liger_grpo_loss.PATCH,
     ray_worker_setup.PATCH,
 )

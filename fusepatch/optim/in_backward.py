@@ -1,0 +1,320 @@
+"""The optimizer's step inside backward: each parameter is updated as soon as its gradient is complete, which is then freed.
+
+The one real optimizer does the work, parameter by parameter: torch's post-accumulate-grad hooks run the class's own step on a
+view of the parameter's group. State, param groups, learning rate and checkpoints stay where they always are, and the
+framework's own `step()` finds no gradients and changes nothing. What a hook does not take (a parameter that was added or
+unfrozen later, a batch during which the hooks are disarmed) keeps its gradient, and that same `step()` updates it.
+
+Exact where one backward makes the whole gradient and an update needs nothing but its own parameter. `obstacles` names what
+is in the way; a parameter whose gradient arrives in several parts raises at the second one.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fusepatch.errors import InBackwardError
+
+if TYPE_CHECKING:
+    import torch
+    from torch.utils.hooks import RemovableHandle
+
+KNOWN_STEPS: Mapping[str, frozenset[str]] = {
+    "torch": frozenset(
+        {
+            "ASGD",
+            "Adadelta",
+            "Adafactor",
+            "Adagrad",
+            "Adam",
+            "AdamW",
+            "Adamax",
+            "Muon",
+            "NAdam",
+            "RAdam",
+            "RMSprop",
+            "Rprop",
+            "SGD",
+            "SparseAdam",
+        }
+    ),
+    "torchao": frozenset({"_AdamBase"}),
+    "bitsandbytes": frozenset({"Optimizer8bit"}),
+    "transformers": frozenset({"Adafactor"}),
+}
+"""By package, the classes whose `step` updates each parameter from that parameter's gradient, state and group alone. Every
+8-bit, 4-bit and float8 Adam of torchao and every optimizer of bitsandbytes but LARS has the step of the class given here."""
+
+_WRAPPERS: Mapping[str, tuple[str, str, str]] = {
+    "torch.nn.parallel.distributed.DistributedDataParallel": (
+        "the model is in DistributedDataParallel",
+        "a parameter's hook sees the gradient of this rank alone, before it is averaged over the ranks",
+        "shard with FSDP2 (fully_shard), or train in one process",
+    ),
+    "torch.nn.parallel.data_parallel.DataParallel": (
+        "the model is in DataParallel",
+        "it copies the parameters to several devices of one process in every forward",
+        "make one device visible (CUDA_VISIBLE_DEVICES), or start one process per device with FSDP2",
+    ),
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": (
+        "the model is in FSDP1 (FullyShardedDataParallel)",
+        "it makes its flat parameters and their gradient accumulators anew in every step",
+        "shard with FSDP2 (fully_shard)",
+    ),
+    "deepspeed.runtime.engine.DeepSpeedEngine": (
+        "the model is in a DeepSpeed engine",
+        "every ZeRO stage keeps the gradients itself and steps its own optimizer",
+        "shard with FSDP2, or train in one process without DeepSpeed",
+    ),
+}
+
+
+class Obstacle(NamedTuple):
+    """Something that makes in-backward wrong or useless: what was found, why it is in the way, what to change."""
+
+    found: str
+    why: str
+    change: str
+
+    def __str__(self) -> str:
+        return f"{self.found}: {self.why}; {self.change}"
+
+
+def refuse(where: str, obstacles: Collection[Obstacle]) -> None:
+    """Raise InBackwardError with every obstacle, if there is one. `where` names whose training it is."""
+    if obstacles:
+        listed = "\n".join(f"  - {obstacle}" for obstacle in obstacles)
+        raise InBackwardError(
+            f"the optimizer of {where} cannot run inside backward (FUSEPATCH_OPTIMIZER_IN_BACKWARD=1); training did not start and "
+            f"no parameter was changed:\n{listed}\nChange that, or unset FUSEPATCH_OPTIMIZER_IN_BACKWARD."
+        )
+
+
+def obstacles(optimizer: Any, model: torch.nn.Module) -> list[Obstacle]:
+    """What is in the way in the optimizer, the model and the process, before anything is hooked."""
+    return [*_of_optimizer(optimizer), *_of_model(model), *_of_parameters(optimizer), *_of_process()]
+
+
+def reached_by_several_names(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """The parameters that are tied: those with more than one name in the model."""
+    seen: dict[torch.nn.Parameter, int] = {}
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        seen[parameter] = seen.get(parameter, 0) + 1
+    return [parameter for parameter, names in seen.items() if names > 1]
+
+
+def clips(maximum: float | None) -> bool:
+    """Whether a maximum gradient norm changes gradients: any positive finite number does."""
+    return maximum is not None and 0 < maximum < float("inf")
+
+
+def _of_optimizer(optimizer: Any) -> Iterable[Obstacle]:
+    import torch
+
+    kind = type(optimizer)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        yield Obstacle(
+            f"the optimizer is {name}",
+            "it is no torch.optim.Optimizer, so its step cannot be taken for one parameter",
+            "use a class of torch, torchao or bitsandbytes",
+        )
+        return
+    step = inspect.unwrap(kind.step)
+    package, owner = step.__module__.partition(".")[0], step.__qualname__.rpartition(".")[0]
+    if owner not in KNOWN_STEPS.get(package, ()):
+        known = "; ".join(f"{package}: {', '.join(sorted(owners))}" for package, owners in KNOWN_STEPS.items())
+        yield Obstacle(
+            f"the step of the optimizer {name} is {step.__module__}.{step.__qualname__}",
+            "it is not known to update each parameter from that parameter alone (a closure, or a statistic over all parameters, "
+            "cannot be had inside backward)",
+            f"use one of the classes with a known step, or a subclass that keeps it ({known})",
+        )
+    own_step = vars(optimizer).get("step")
+    if own_step is not None and _is_compiled(own_step):
+        yield Obstacle(
+            "optimizer.step is compiled (torch.compile)",
+            "the compiled step takes all parameters at once",
+            "leave the step uncompiled",
+        )
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        yield Obstacle(
+            "the optimizer has differentiable=True",
+            "autograd would have to record updates that are made while it runs",
+            "set differentiable=False",
+        )
+    manager = getattr(optimizer, "mng", None)
+    if package == "bitsandbytes" and (
+        getattr(manager, "module_weight_config_triple", ()) or getattr(manager, "index2config", ())
+    ):
+        yield Obstacle(
+            "bitsandbytes' GlobalOptimManager overrides settings of single parameters",
+            "it finds them by their place in the param groups (the Trainer does so for embeddings with optim=adamw_8bit and its kin)",
+            "pass the class instead, without overrides (FUSEPATCH_OPTIMIZER_CLASS=bitsandbytes.optim.AdamW8bit), or take "
+            "torchao.optim.AdamW8bit",
+        )
+
+
+def _is_compiled(step: Any) -> bool:
+    while step is not None:
+        if hasattr(step, "_torchdynamo_orig_callable"):
+            return True
+        step = getattr(step, "__wrapped__", None)
+    return False
+
+
+def _of_model(model: torch.nn.Module) -> Iterable[Obstacle]:
+    kinds = {f"{kind.__module__}.{kind.__qualname__}" for module in model.modules() for kind in type(module).__mro__}
+    for name in sorted(kinds & _WRAPPERS.keys()):
+        yield Obstacle(*_WRAPPERS[name])
+
+
+def _of_parameters(optimizer: Any) -> Iterable[Obstacle]:
+    parameters = [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
+    meshes = [getattr(parameter, "device_mesh", None) for parameter in parameters]
+    offloaded = any(
+        mesh is not None and mesh.device_type != "cpu" and parameter.device.type == "cpu"
+        for mesh, parameter in zip(meshes, parameters, strict=True)
+    )
+    if offloaded or any(parameter.is_meta for parameter in parameters):
+        yield Obstacle(
+            "parameters are offloaded to the CPU or the disk",
+            "their gradients are still on the way when the hook runs",
+            "switch the offload off",
+        )
+
+
+def _of_process() -> Iterable[Obstacle]:
+    config = sys.modules.get("torch._dynamo.config")
+    if getattr(config, "compiled_autograd", False):
+        yield Obstacle(
+            "compiled autograd is on (torch._dynamo.config.compiled_autograd)",
+            "hooks are traced into the compiled backward, where they would run on fake tensors",
+            "switch it off",
+        )
+
+
+class InBackward:
+    """Hooks on every trainable parameter of an optimizer that update it inside backward. `remove` takes them away.
+
+    Args:
+        optimizer: a torch optimizer without `obstacles`.
+        names: the parameters' names, for messages.
+        leave: parameters that the ordinary step is to update, since their gradients arrive in several parts.
+        armed: whether backward passes from now on update parameters; the attribute can be set at any time between them.
+        on_skipped: makes each gradient whose norm is not finite leave its parameter and state as they are, and is
+            called after a step with the names of such parameters.
+
+    Raises:
+        InBackwardError: out of backward, where a parameter's hook runs a second time before the optimizer's step.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        names: Mapping[torch.Tensor, str],
+        leave: Collection[torch.Tensor] = (),
+        armed: bool = True,
+        on_skipped: Callable[[list[str]], None] | None = None,
+    ) -> None:
+        self.armed = armed
+        self._optimizer = optimizer
+        self._names = names
+        self._step = _without_hooks(type(optimizer).step)
+        self._on_skipped = on_skipped
+        self._updated: set[torch.Tensor] = set()
+        self._groups: dict[torch.Tensor, dict[str, Any]] = {}
+        self._not_finite: list[tuple[torch.Tensor, torch.Tensor]] = []
+        # Autograd has one thread per device, and a model may be spread over several.
+        self._lock = threading.Lock()
+        left = set(leave)
+        hooked = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and p not in left]
+        self.number_of_parameters = len(hooked)
+        self._handles: list[RemovableHandle] = [p.register_post_accumulate_grad_hook(self._update) for p in hooked]
+        self._handles.append(optimizer.register_step_post_hook(self._step_ended))
+
+    def remove(self) -> None:
+        """Make every later backward an ordinary one."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def name(self, parameter: torch.Tensor) -> str:
+        """The parameter's name, or its shape where it has none."""
+        return self._names.get(parameter, f"a parameter of shape {tuple(parameter.shape)}")
+
+    def _update(self, parameter: torch.Tensor) -> None:
+        if not self.armed:
+            return
+        with self._lock:
+            if not self._updated:  # checkpoints that were loaded and groups that were added since replace the groups
+                self._groups = {p: group for group in self._optimizer.param_groups for p in group["params"]}
+            group = self._groups.get(parameter)
+            if group is None or parameter.grad is None:
+                return
+            if parameter in self._updated:
+                raise InBackwardError(
+                    f"the gradient of {self.name(parameter)} arrived a second time before the optimizer's step, and its first part "
+                    f"has updated the parameter already (FUSEPATCH_OPTIMIZER_IN_BACKWARD=1). In-backward needs one backward per "
+                    f"optimizer step: no gradient accumulation, one loss.backward() in each training step, and "
+                    f'gradient_checkpointing_kwargs={{"use_reentrant": False}} where a module runs more than once in a forward. '
+                    f"Change that, or unset FUSEPATCH_OPTIMIZER_IN_BACKWARD; the weights of this step are not those of an ordinary one."
+                )
+            self._updated.add(parameter)
+            self._take_step({**group, "params": [parameter]}, parameter)
+            parameter.grad = None
+
+    def _take_step(self, view: dict[str, Any], parameter: torch.Tensor) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.is_sparse and view.get("fused"):
+            view["fused"] = None  # the fused kernels take no sparse gradients, which nothing showed before
+        optimizer, groups = self._optimizer, self._optimizer.param_groups
+        flag = self._flag_not_finite(parameter, gradient) if self._on_skipped is not None else None
+        if flag is not None and not view.get("fused"):
+            if flag.item():
+                return
+            flag = None
+        optimizer.param_groups = [view]
+        if flag is not None:
+            # The fused kernels read this and leave parameter and state alone, without the host waiting for the device.
+            optimizer.found_inf = flag  # type: ignore[attr-defined]
+        try:
+            self._step(optimizer)
+        finally:
+            optimizer.param_groups = groups
+            if flag is not None:
+                del optimizer.found_inf  # type: ignore[attr-defined]
+
+    def _flag_not_finite(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """A float32 scalar on the gradient's device: 1 where the norm of this rank's part is not finite, else 0."""
+        import torch
+
+        local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+        values = local.coalesce().values() if local.is_sparse else local
+        flag = (~torch.isfinite(torch.linalg.vector_norm(values, dtype=torch.float32))).float()
+        self._not_finite.append((parameter, flag))
+        return flag
+
+    def _step_ended(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._updated.clear()
+        flags, self._not_finite = self._not_finite, []
+        if self._on_skipped is not None and flags:
+            import torch
+
+            device = flags[0][1].device
+            told = torch.stack([flag.to(device) for _, flag in flags]).tolist()
+            skipped = [self.name(parameter) for (parameter, _), value in zip(flags, told, strict=True) if value]
+            if skipped:
+                self._on_skipped(skipped)
+
+
+def _without_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
+    """The class's step without the wrapper in which torch calls the hooks of others."""
+    while getattr(step, "hooked", False):
+        step = step.__wrapped__  # type: ignore[attr-defined]
+    return step

@@ -1,0 +1,58 @@
+"""`optimizer.in_backward`: the step runs inside backward in SFT trainers, and gradients are freed as they are used.
+
+`transformers_trainer` has the handler of the Trainer's loop, `verl_sft` those of verl. The mechanism is
+`fusepatch.optim.in_backward`.
+"""
+
+from __future__ import annotations
+
+from fusepatch.engine.patch import Contract, Patch, Site, Slot
+from fusepatch.patches.optimizer_in_backward import transformers_trainer
+from fusepatch.patches.upstreams import TRANSFORMERS
+
+PATCH = Patch(
+    id=transformers_trainer.ID,
+    promise="On request, the optimizer's step runs inside backward, and each gradient is freed as soon as it is used.",
+    why=(
+        "Between backward and the step every gradient is held at once: as much memory again as the trainable parameters. "
+        "torch's recipe makes one optimizer per parameter, which no framework's checkpoints and schedulers take, and "
+        "computes something else without a word under gradient accumulation, clipping and DDP."
+    ),
+    upstream=(
+        "https://github.com/volcengine/verl/issues/2558",
+        "https://github.com/pytorch/pytorch/issues/124523",
+        "https://github.com/pytorch/torchtune/issues/1934",
+    ),
+    fixed_in="nowhere; the Trainer has layer-wise forms of a few optimizers (GaLore, LOMO, Apollo)",
+    remove_when="the frameworks offer it themselves",
+    variables=("FUSEPATCH_OPTIMIZER_IN_BACKWARD",),
+    changes=(
+        "with FUSEPATCH_OPTIMIZER_IN_BACKWARD=1, each parameter of the transformers Trainer and its heirs is updated in backward by "
+        "the one real optimizer, and its gradient is freed; state, checkpoints and schedules are the ordinary ones, in both "
+        "directions",
+        "the framework's own step() and zero_grad() stay what they are and find nothing to do; parameters that were added or "
+        "unfrozen later, and tied weights under re-entrant checkpointing, are updated there",
+        "gradient accumulation, max_grad_norm > 0 (1.0 is the Trainer's default), fp16, DDP, DataParallel, FSDP1, DeepSpeed, "
+        "offload, compiled autograd, auto_find_batch_size and optimizers whose step is not known to be per parameter are "
+        "refused before training, with the setting to change",
+        "a second backward before the step raises an error with the parameter's name",
+    ),
+    limits=(
+        "grad_norm is logged as 0 (transformers 5) or not at all",
+        "step hooks (register_step_pre_hook, register_step_post_hook, global ones) run once per step, in the framework's own "
+        "step(): the parameters are updated by then and the gradients gone",
+        "a backward that raises in the middle leaves parameters of which some are updated",
+        "a loop that does not run through Trainer._inner_training_loop is not reached",
+    ),
+    sites=(
+        Site(
+            upstream=TRANSFORMERS,
+            module="transformers.trainer",
+            supported=">=4.51",
+            tested=">=4.51,<5.25",
+            slots=(
+                Slot("Trainer._inner_training_loop", transformers_trainer.inner_training_loop, Contract(("args",))),
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,172 @@
+"""The transformers Trainer, and the trainers derived from it (TRL, axolotl, LLaMA-Factory, ms-swift).
+
+`Trainer._inner_training_loop` is wrapped, for it brackets one training. What the hooks need is settled inside it only: the
+optimizer and the model are prepared, and a checkpoint is loaded, when `on_train_begin` is called. So a callback that is there
+for the time of the loop looks, refuses, hooks and arms: from `on_step_begin` to `on_pre_optimizer_step`, which is
+exactly one training step's backward. Backward passes of evaluations, of other callbacks and of user code are ordinary ones.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+from fusepatch import settings
+from fusepatch.engine import ledger
+from fusepatch.engine.patch import Proceed
+from fusepatch.optim import in_backward
+from fusepatch.optim.in_backward import InBackward, Obstacle
+
+ID = "optimizer.in_backward"
+
+
+def inner_training_loop(proceed: Proceed, trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Handler of `Trainer._inner_training_loop`."""
+    if not settings.current().optimizer_in_backward:
+        return proceed(trainer, *args, **kwargs)
+    ledger.count_call(ID)
+    in_backward.refuse(_named(trainer), [*_of_arguments(trainer.args)])  # before models are sharded for minutes
+    callback = _callback_class()(trainer)
+    trainer.add_callback(callback)
+    try:
+        return proceed(trainer, *args, **kwargs)
+    finally:
+        trainer.remove_callback(callback)
+        callback.detach()
+
+
+def _named(trainer: Any) -> str:
+    return f"{type(trainer).__module__}.{type(trainer).__qualname__}"
+
+
+def _of_arguments(arguments: Any) -> Iterable[Obstacle]:
+    if arguments.gradient_accumulation_steps > 1:
+        yield Obstacle(
+            f"gradient_accumulation_steps={arguments.gradient_accumulation_steps}",
+            "each of the backward passes would update the parameters with a part of the gradient",
+            "set gradient_accumulation_steps=1 and per_device_train_batch_size to the whole batch (memory that it needs may be "
+            "what in-backward frees; gradient checkpointing frees more)",
+        )
+    if in_backward.clips(arguments.max_grad_norm):
+        yield Obstacle(
+            f"max_grad_norm={arguments.max_grad_norm} (1.0 is the Trainer's default)",
+            "the norm over all gradients is known after backward only, when they have been used",
+            "set max_grad_norm=0, which trains without clipping",
+        )
+    if arguments.fp16:
+        yield Obstacle(
+            "fp16=True",
+            "the GradScaler looks at all gradients before it allows a step",
+            "set bf16=True instead",
+        )
+    if arguments.auto_find_batch_size:
+        yield Obstacle(
+            "auto_find_batch_size=True",
+            "a backward that runs out of memory has updated some of the parameters already when it is tried again",
+            "set per_device_train_batch_size",
+        )
+
+
+def _of_accelerator(accelerator: Any) -> Iterable[Obstacle]:
+    kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
+    if kind in ("DEEPSPEED", "MEGATRON_LM", "XLA"):
+        yield Obstacle(
+            f"accelerate runs {kind}",
+            "it keeps gradients and their reduction to itself (DeepSpeed at every ZeRO stage)",
+            "shard with FSDP2 (fsdp_version=2), or train in one process",
+        )
+    if getattr(accelerator, "scaler", None) is not None:
+        yield Obstacle(
+            "accelerate scales the loss with a GradScaler (fp16)",
+            "it looks at all gradients before it allows a step",
+            "use bf16",
+        )
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is not None and type(getattr(plugin, "cpu_offload", None)).__name__ == "CPUOffloadPolicy":
+        yield Obstacle(
+            "FSDP offloads parameters to the CPU (cpu_offload, fsdp_offload_params)",
+            "the gradients are still on their way to the CPU when the hooks run",
+            "switch the offload off",
+        )
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    """The optimizer inside accelerate's wrapper."""
+    while type(optimizer).__name__ == "AcceleratedOptimizer":
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def _checkpoints_reentrantly(model: Any) -> bool:
+    """Whether a module recomputes its forward in a backward of its own, so that tied weights get two gradients."""
+    for module in model.modules():
+        checkpoint = getattr(module, "_gradient_checkpointing_func", None)
+        if checkpoint is not None and getattr(module, "gradient_checkpointing", False):
+            return bool(getattr(checkpoint, "keywords", {}).get("use_reentrant", True))
+    return False
+
+
+def attach(trainer: Any) -> InBackward:
+    """Hook the parameters of a trainer whose optimizer and model are as they will train; raises InBackwardError."""
+    optimizer, model = _unwrapped(trainer.optimizer), trainer.model_wrapped
+    where = _named(trainer)
+    in_backward.refuse(
+        where,
+        [
+            *_of_arguments(trainer.args),
+            *_of_accelerator(trainer.accelerator),
+            *in_backward.obstacles(optimizer, model),
+        ],
+    )
+    tied = in_backward.reached_by_several_names(model) if _checkpoints_reentrantly(model) else []
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    attached = InBackward(optimizer, names, leave=tied, armed=False)
+    if tied:
+        ledger.fallback(
+            ID,
+            f"{where}: {', '.join(names[parameter] for parameter in tied)}: tied, and under re-entrant checkpointing its gradient "
+            f"arrives in two parts; the ordinary step updates it (use_reentrant=False brings it in)",
+        )
+    _tell(where, optimizer, attached)
+    return attached
+
+
+def _tell(where: str, optimizer: Any, attached: InBackward) -> None:
+    kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    ledger.replaced(ID, f"{where}: {kind} updates {attached.number_of_parameters} parameters inside backward")
+    ledger.warn_once(
+        f"{ID}: the optimizer of {where} runs inside backward, where each gradient is freed once it is used; so grad_norm is "
+        f"logged as 0 or not at all, and step hooks and callbacks before the step see no gradients"
+    )
+
+
+@functools.cache
+def _callback_class() -> Any:
+    from transformers import TrainerCallback
+
+    class InBackwardCallback(TrainerCallback):  # type: ignore[misc]
+        """Hooks at the beginning of a training, arms for each training step."""
+
+        def __init__(self, trainer: Any) -> None:
+            self.trainer = trainer
+            self.attached: InBackward | None = None
+
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            self.attached = attach(self.trainer)
+
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            self._arm(True)
+
+        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+            self._arm(False)
+
+        def _arm(self, armed: bool) -> None:
+            if self.attached is not None:
+                self.attached.armed = armed
+
+        def detach(self) -> None:
+            if self.attached is not None:
+                self.attached.remove()
+
+    return InBackwardCallback
