@@ -26,7 +26,7 @@ def inner_training_loop(proceed: Proceed, trainer: Any, *args: Any, **kwargs: An
     if not settings.current().optimizer_in_backward:
         return proceed(trainer, *args, **kwargs)
     ledger.count_call(ID)
-    in_backward.refuse(_named(trainer), [*_of_arguments(trainer.args)])  # before models are sharded for minutes
+    in_backward.refuse(_named(trainer), _of_settings(trainer))  # before a large model is sharded and loaded
     callback = _callback_class()(trainer)
     trainer.add_callback(callback)
     try:
@@ -38,6 +38,10 @@ def inner_training_loop(proceed: Proceed, trainer: Any, *args: Any, **kwargs: An
 
 def _named(trainer: Any) -> str:
     return f"{type(trainer).__module__}.{type(trainer).__qualname__}"
+
+
+def _of_settings(trainer: Any) -> list[Obstacle]:
+    return [*_of_arguments(trainer.args), *_of_accelerator(trainer.accelerator), *_of_loading(trainer.model)]
 
 
 def _of_arguments(arguments: Any) -> Iterable[Obstacle]:
@@ -84,11 +88,21 @@ def _of_accelerator(accelerator: Any) -> Iterable[Obstacle]:
         )
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is not None and type(getattr(plugin, "cpu_offload", None)).__name__ == "CPUOffloadPolicy":
-        yield Obstacle(
-            "FSDP offloads parameters to the CPU (cpu_offload, fsdp_offload_params)",
-            "the gradients are still on their way to the CPU when the hooks run",
-            "switch the offload off",
-        )
+        yield Obstacle(*_OFFLOAD)
+
+
+def _of_loading(model: Any) -> Iterable[Obstacle]:
+    """transformers 5 shards a model while it loads it, with a configuration of its own."""
+    config = getattr(getattr(model, "config", None), "distributed_config", None)
+    if getattr(config, "fsdp_cpu_offload", False):
+        yield Obstacle(*_OFFLOAD)
+
+
+_OFFLOAD = (
+    "FSDP offloads parameters to the CPU (cpu_offload, fsdp_offload_params, fsdp_cpu_offload)",
+    "the gradients are still on their way to the CPU when the hooks run",
+    "switch the offload off",
+)
 
 
 def _unwrapped(optimizer: Any) -> Any:
@@ -111,14 +125,7 @@ def attach(trainer: Any) -> InBackward:
     """Hook the parameters of a trainer whose optimizer and model are as they will train; raises InBackwardError."""
     optimizer, model = _unwrapped(trainer.optimizer), trainer.model_wrapped
     where = _named(trainer)
-    in_backward.refuse(
-        where,
-        [
-            *_of_arguments(trainer.args),
-            *_of_accelerator(trainer.accelerator),
-            *in_backward.obstacles(optimizer, model),
-        ],
-    )
+    in_backward.refuse(where, [*_of_settings(trainer), *in_backward.obstacles(optimizer, model)])
     tied = in_backward.reached_by_several_names(model) if _checkpoints_reentrantly(model) else []
     names = {parameter: name for name, parameter in model.named_parameters()}
     attached = InBackward(optimizer, names, leave=tied, armed=False)
@@ -145,7 +152,7 @@ def _tell(where: str, optimizer: Any, attached: InBackward) -> None:
 def _callback_class() -> Any:
     from transformers import TrainerCallback
 
-    class InBackwardCallback(TrainerCallback):  # type: ignore[misc]
+    class InBackwardCallback(TrainerCallback):
         """Hooks at the beginning of a training, arms for each training step."""
 
         def __init__(self, trainer: Any) -> None:
