@@ -413,6 +413,8 @@ def test_optimizers_that_are_refused(tmp_path: Path) -> None:
             message = refused(built)
         assert kind.__qualname__ in message
         assert "use one of the classes with a known step" in message
+    if transformers.__version__ < "5":
+        return  # its schedulers refuse a compiled step themselves
     with active():
         built = short("Trainer", tmp_path)
         built.optimizer = torch.optim.SGD(built.model.parameters(), lr=0.1)
