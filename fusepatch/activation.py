@@ -246,7 +246,7 @@ def _watch(patch: Patch, site: Site) -> None:
     def failed(name: str, trace: str) -> None:
         ledger.record(_failure(patch, site, trace))
 
-    hooks.watch(site.module, imported, failed)
+    hooks.watch(site.module, imported, failed, patch.id)
 
 
 def _install(patch: Patch, site: Site, module: ModuleType, late: bool) -> SiteRecord:

@@ -9,18 +9,19 @@ from collections.abc import Callable
 from types import ModuleType
 
 _lock = threading.Lock()
-_waiting: set[str] = set()
+_waiting: set[tuple[str, str]] = set()
 
 
 def watch(
     name: str,
     callback: Callable[[ModuleType, bool], None],
     failed: Callable[[str, str], None],
+    who: str = "",
 ) -> None:
     """Call `callback(module, late)` now if the module is loaded (`late`), else right after its first import.
 
     A hook that raises would make the user's import fail, and their second import succeed unpatched: an exception goes
-    to `failed(name, traceback)` instead. A module that is already waited for is not registered twice.
+    to `failed(name, traceback)` instead. What `who` already waits for is not registered twice; others may wait for it too.
     """
     import wrapt
 
@@ -28,16 +29,16 @@ def watch(
 
     def hook(module: ModuleType) -> None:
         with _lock:
-            _waiting.discard(name)
+            _waiting.discard((name, who))
         try:
             callback(module, late)
         except Exception:
             failed(name, traceback.format_exc())
 
     with _lock:
-        if name in _waiting and not late:
+        if (name, who) in _waiting and not late:
             return
-        _waiting.add(name)
+        _waiting.add((name, who))
     wrapt.register_post_import_hook(hook, name)
 
 

@@ -21,6 +21,15 @@ def test_the_callback_runs_once_after_the_import(library: Callable[..., str]) ->
     assert seen == [(2, False)]
 
 
+def test_two_may_wait_for_one_module(library: Callable[..., str]) -> None:
+    library()
+    seen = []
+    for who in ("first", "second", "first"):
+        hooks.watch("toylib.core", lambda module, late, who=who: seen.append(who), lambda *_: None, who)
+    importlib.import_module("toylib.core")
+    assert seen == ["first", "second"]
+
+
 def test_a_loaded_module_is_late(library: Callable[..., str]) -> None:
     importlib.import_module(library())
     seen = []
