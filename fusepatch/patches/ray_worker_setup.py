@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 from types import FunctionType, ModuleType
 from typing import Any
 
-from fusepatch import settings
 from fusepatch.engine import ledger
 from fusepatch.engine.patch import Contract, Patch, Proceed, Site, Slot
 from fusepatch.patches.upstreams import RAY
@@ -97,9 +96,12 @@ def _merged(given: Mapping[str, Any], submitted: Mapping[str, Any], client: bool
         before = f", which runs before {processed or getattr(hook, '__name__', hook)}" if hook else ""
         ledger.replaced(ID, f"ray.init: worker_process_setup_hook: fusepatch's own{before}")
     else:
-        ledger.fallback(
-            ID, f"ray.init: no setup hook: {obstacle}; the start-up file switches workers on where it is installed"
+        text = (
+            f"ray.init: no setup hook: {obstacle}; the variables travel, and the start-up file switches on those workers that "
+            f"have fusepatch installed; the others run unpatched and say nothing, which FUSEPATCH_REPORT brings to light"
         )
+        ledger.fallback(ID, text)
+        ledger.warn_once(f"{ID}: {text}")
     shown = ", ".join(f"{name}={value}" for name, value in sorted(ours.items()))
     ledger.replaced(ID, f"ray.init: env_vars of the job: {shown or 'all of ours were there'}")
     return merged
@@ -121,8 +123,8 @@ def _obstacle(given: Mapping[str, Any], submitted: Mapping[str, Any], client: bo
 
 
 def _variables() -> dict[str, str]:
-    """The variables in force here, as workers need them: their own environment may be another machine's."""
-    return {**settings.current().set_by_user, "FUSEPATCH": "1"}
+    """Ours as any child of this process would inherit them, `FUSEPATCH=1` among them."""
+    return {name: value for name, value in os.environ.items() if name == "FUSEPATCH" or name.startswith("FUSEPATCH_")}
 
 
 def fusepatch_worker_setup(theirs: Callable[[], object] | str | None = None) -> None:

@@ -36,6 +36,7 @@ DOORS = {
     "llama_factory": ("llamafactory", ">=0.9"),
     "axolotl_plugin": ("axolotl", ">=0.19"),
     "openrlhf_actor": ("openrlhf", ">=0.11"),
+    "ray_driver": ("ray", ">=2.40"),
 }
 """Which upstream each door needs, beside a Liger."""
 
