@@ -23,6 +23,10 @@ class StrictError(FusepatchError, RuntimeError):
     """Something that was asked for could not be done, and `FUSEPATCH_STRICT=1` makes that an error."""
 
 
+class OptimizerClassError(FusepatchError, RuntimeError):
+    """The class that `FUSEPATCH_OPTIMIZER_CLASS` names cannot be had, takes other arguments, or cannot serve the parameters."""
+
+
 class UnknownPatchError(FusepatchError, KeyError):
     """No patch has this id."""
 

@@ -26,6 +26,8 @@ class Settings(NamedTuple):
     optimizer_eps: float | None = None
     optimizer_scope: str = "frameworks"
     optimizer_in_backward: bool = False
+    optimizer_class: str | None = None
+    optimizer_kwargs: Mapping[str, Any] = MappingProxyType({})
     grpo_loss: str = "auto"
     grpo_prefer: str = "speed"
     grpo_chunk_mib: float = 256.0
@@ -78,6 +80,27 @@ def _scope(text: str) -> str:
     if text not in ("frameworks", "all"):
         raise ValueError
     return text
+
+
+def _class_path(text: str) -> str | None:
+    if text == "keep":
+        return None
+    parts = text.split(".")
+    if len(parts) < 2 or not all(part.isidentifier() for part in parts):
+        raise ValueError("no dotted path of a class in a module")
+    return text
+
+
+def _json_object(text: str) -> Mapping[str, Any]:
+    import json  # here, since every training script imports this module
+
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError(f"it is a JSON {_JSON_NAMES.get(type(value), 'number')}")
+    return MappingProxyType(value)
+
+
+_JSON_NAMES: Mapping[type, str] = {list: "array", str: "string", bool: "boolean", type(None): "null"}
 
 
 def _loss(text: str) -> str:
@@ -192,6 +215,28 @@ TABLE: tuple[Variable, ...] = (
         "constructs, or user code's own too (what that code passes still stands).",
         read_by="`optimizer.flags`",
         parse=_scope,
+    ),
+    Variable(
+        name="FUSEPATCH_OPTIMIZER_CLASS",
+        field="optimizer_class",
+        values="a dotted path such as `torchao.optim.AdamW8bit`, `keep`",
+        default="`keep`",
+        meaning="The class of the optimizers that frameworks would construct as `torch.optim.AdamW`: a subclass of "
+        "`torch.optim.Optimizer`, imported when the first of them is constructed. The framework's learning rate, betas, weight "
+        "decay and param groups carry over where the class takes them. A class that cannot be had, or that cannot serve the "
+        "parameters, is an error at that call.",
+        read_by="`optimizer.class`",
+        parse=_class_path,
+    ),
+    Variable(
+        name="FUSEPATCH_OPTIMIZER_KWARGS",
+        field="optimizer_kwargs",
+        values='a JSON object such as `{"bf16_stochastic_round": true}`',
+        default="none",
+        meaning="Arguments of the class that `FUSEPATCH_OPTIMIZER_CLASS` names, by name, over what the framework passes. They are "
+        "checked against the class's signature before it is constructed.",
+        read_by="`optimizer.class`",
+        parse=_json_object,
     ),
     Variable(
         name="FUSEPATCH_OPTIMIZER_IN_BACKWARD",
@@ -319,3 +364,20 @@ def _check(settings: Settings) -> None:
             "FUSEPATCH_OPTIMIZER_FUSED=1 and FUSEPATCH_OPTIMIZER_FOREACH=1 contradict each other: an optimizer of torch runs "
             "in one of the two forms. Nothing was patched; set one of them to 0 or unset it."
         )
+    if settings.optimizer_class is None and "FUSEPATCH_OPTIMIZER_KWARGS" in settings.set_by_user:
+        raise SettingError(
+            "FUSEPATCH_OPTIMIZER_KWARGS is set and FUSEPATCH_OPTIMIZER_CLASS names no class: they are the arguments of that class. "
+            "Nothing was patched; set FUSEPATCH_OPTIMIZER_CLASS (torch.optim.AdamW for the frameworks' own) or unset "
+            "FUSEPATCH_OPTIMIZER_KWARGS."
+        )
+    for flag, asked in (
+        ("fused", settings.optimizer_fused),
+        ("foreach", settings.optimizer_foreach),
+        ("eps", settings.optimizer_eps),
+    ):
+        if asked not in (None, "auto", "keep") and settings.optimizer_kwargs.get(flag, asked) != asked:
+            variable = f"FUSEPATCH_OPTIMIZER_{flag.upper()}"
+            raise SettingError(
+                f"{variable}={settings.set_by_user[variable]} and {flag!r} in FUSEPATCH_OPTIMIZER_KWARGS contradict each other. "
+                f"Nothing was patched; keep one of them."
+            )

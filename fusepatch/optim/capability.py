@@ -192,7 +192,7 @@ def _has_sparse_gradient(parameter: torch.Tensor) -> bool:
 
 
 def _mixed(kinds: Iterable[tuple[type, str, torch.dtype]]) -> str | None:
-    distributed = _dtensor_type()
+    distributed = dtensor_type()
     if distributed is None or len({issubclass(kind, distributed) for kind, _, _ in kinds}) < 2:
         return None
     return "DTensors and plain tensors are mixed in one param group, which only foreach=False takes"
@@ -207,7 +207,7 @@ def _caution(
     module = optimizer.step.__module__
     if not module.startswith("torch.optim"):
         return f"{optimizer.__name__} has a step of its own ({module}), which may not know the fused form"
-    distributed = _dtensor_type()
+    distributed = dtensor_type()
     for kind, _, _ in kinds:
         if kind is not distributed and _dispatches(kind):
             return f"nothing is known about fused kernels on parameters of type {kind.__module__}.{kind.__qualname__}"
@@ -229,7 +229,7 @@ def _dispatches(kind: type) -> bool:
     return any("__torch_dispatch__" in vars(owner) for owner in below)
 
 
-def _dtensor_type() -> type[Any] | None:
+def dtensor_type() -> type[Any] | None:
     """The class DTensor if anyone has imported it; without that there are no such parameters."""
     for module in ("torch.distributed.tensor", "torch.distributed._tensor"):
         found = getattr(sys.modules.get(module), "DTensor", None)

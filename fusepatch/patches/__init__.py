@@ -6,6 +6,7 @@ from fusepatch.engine.patch import Patch
 from fusepatch.patches import (
     liger_grpo_loss,
     liger_instance_flags,
+    optimizer_class,
     optimizer_flags,
     optimizer_in_backward,
     ray_worker_setup,
@@ -13,6 +14,7 @@ from fusepatch.patches import (
 
 PATCHES: tuple[Patch, ...] = (
     liger_instance_flags.PATCH,
+    optimizer_class.PATCH,
     optimizer_flags.PATCH,
     optimizer_in_backward.PATCH,
     liger_grpo_loss.PATCH,

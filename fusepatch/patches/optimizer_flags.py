@@ -18,6 +18,7 @@ from fusepatch.engine import ledger
 from fusepatch.engine.callers import calling_module, is_below
 from fusepatch.engine.patch import Contract, Patch, Proceed, Site, Slot
 from fusepatch.errors import FusepatchError
+from fusepatch.patches.frameworks import own_values
 from fusepatch.patches.upstreams import TORCH
 
 if TYPE_CHECKING:
@@ -44,28 +45,12 @@ CLASSES = {
 """torch's classes that have at least one of the flags, with the modules that define them (names in `sys.modules` only:
 torch deletes the attributes of most)."""
 
-_TRAINER: Mapping[str, tuple[Any, ...]] = {"fused": (True,), "eps": (1e-8,)}
-
-FRAMEWORKS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
-    "transformers": _TRAINER,
-    "trl": _TRAINER,
-    "llamafactory": _TRAINER,
-    "axolotl": _TRAINER,
-    "swift": {**_TRAINER, "foreach": (False,)},
-    "areal": {"fused": (True, False), "eps": (1e-8,)},
-    "verl": {},
-    "trinity": {},
-}
-"""The packages whose optimizers are reached, and the values that each passes although no user wrote them: the Trainer's
-default `optim` and `adam_epsilon`. Any other value that arrives from them was written by the user in the framework's
-configuration (verl passes none of the three itself: what comes is `override_optimizer_config`)."""
-
 
 class _Managed:
     """An optimizer whose flags are decided here, and what they are decided from, also for groups that are added later.
 
     `name` is torch's class whose constructor is wrapped, `takes` that constructor's parameters, `passed` the flags of the
-    call, `own` the values of `FRAMEWORKS` that the caller passes by itself.
+    call, `own` the values of `frameworks.FRAMEWORKS` that the caller passes by itself.
     """
 
     def __init__(
@@ -139,7 +124,7 @@ def construct(proceed: Proceed, optimizer: Any, *args: Any, **kwargs: Any) -> An
     caller = calling_module()
     if is_below(caller, ("torch.optim",)):
         return proceed(optimizer, *args, **kwargs)  # AdamW's constructor calls Adam's: it is decided already
-    own = _own_values(caller)
+    own = own_values(caller)
     if own is None:
         return proceed(optimizer, *args, **kwargs)
     ledger.count_call(ID)
@@ -187,7 +172,7 @@ def construct_other(proceed: Proceed, optimizer: Any, *args: Any, **kwargs: Any)
     if not _has_flags(type(optimizer)):
         kinds = type(optimizer).__mro__
         caller = calling_module(skip=("torch.optim", *(kind.__module__ for kind in kinds)))
-        if _own_values(caller) is not None:
+        if own_values(caller) is not None:
             _tell_of_other(f"{type(optimizer).__module__}.{type(optimizer).__qualname__} in {caller}")
     return proceed(optimizer, *args, **kwargs)
 
@@ -209,12 +194,6 @@ def _tell_of_other(subject: str) -> None:
         )
     elif request.fused is None:
         ledger.fallback(ID, f"{subject}: not fused: the class is none of torch's that have fused or foreach")
-
-
-def _own_values(caller: str) -> Mapping[str, tuple[Any, ...]] | None:
-    """What the calling framework passes by itself; None where the caller's optimizers are not to be touched."""
-    own = FRAMEWORKS.get(caller.partition(".")[0])
-    return {} if own is None and settings.current().optimizer_scope == "all" else own
 
 
 def _request() -> Request:

@@ -1,0 +1,120 @@
+"""Which parameters an optimizer class cannot serve, known before its first step.
+
+Constructors accept almost everything and the first step raises, after the model has been loaded and a batch computed; in one
+case it reads memory that is not its own. The answers come from the class where it has them (the signature of its `step`, the
+dispatcher), from what was measured where not.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING, Any
+
+from fusepatch.optim.capability import dtensor_type
+
+if TYPE_CHECKING:
+    import torch
+
+TORCHAO_WITHOUT_DTENSOR = ("Adam4bit", "AdamW4bit", "AdamFp8", "AdamWFp8")
+"""torchao's classes whose states no sharding rule knows: their first step on a DTensor raises (torchao 0.18 with torch 2.13).
+The 8-bit ones were measured with FSDP2: steps, distributed and plain checkpoints, one and two ranks."""
+
+BITSANDBYTES_KERNEL = "bitsandbytes::optimizer_update_8bit_blockwise"
+
+
+def obstacle(kind: type[torch.optim.Optimizer], parameters: Collection[torch.Tensor]) -> str | None:
+    """Why `kind` cannot train `parameters` in a framework's loop, as words for a sentence; None where nothing is known."""
+    closure = _required_by_step(kind)
+    if closure:
+        return f"its step() needs {closure}, and frameworks call step() without any argument"
+    return (
+        _sparse_only(kind)
+        or _matrices_only(kind, parameters)
+        or _on_dtensors(kind, parameters)
+        or _without_kernel(kind, parameters)
+    )
+
+
+def _required_by_step(kind: type[torch.optim.Optimizer]) -> str:
+    parameters = list(inspect.signature(kind.step).parameters.values())[1:]
+    ordinary = (
+        inspect.Parameter.POSITIONAL_ONLY,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        inspect.Parameter.KEYWORD_ONLY,
+    )
+    return ", ".join(p.name for p in parameters if p.kind in ordinary and p.default is p.empty)
+
+
+def _sparse_only(kind: type[torch.optim.Optimizer]) -> str | None:
+    if not _derives(kind, "torch.optim", ("SparseAdam",)):
+        return None
+    return "it takes sparse gradients only, and parameters that were to be trained by AdamW, which takes none, have dense ones"
+
+
+def _matrices_only(kind: type[torch.optim.Optimizer], parameters: Collection[torch.Tensor]) -> str | None:
+    others = [parameter for parameter in parameters if parameter.ndim != 2]
+    if not others or not _derives(kind, "torch.optim", ("Muon",)):
+        return None
+    return (
+        f"it takes matrices only, and {len(others)} of {len(parameters)} parameters are none (biases and the weights of norms have "
+        f"one dimension); frameworks hand over all parameters of a model in one optimizer"
+    )
+
+
+def _on_dtensors(kind: type[torch.optim.Optimizer], parameters: Iterable[torch.Tensor]) -> str | None:
+    distributed = dtensor_type()
+    sharded = [p for p in parameters if distributed is not None and isinstance(p, distributed)]
+    if not sharded:
+        return None
+    if _derives(kind, "bitsandbytes"):
+        return (
+            "the parameters are DTensors (FSDP2), and bitsandbytes' kernels take plain tensors only: they raise at the first step "
+            "or read memory that is not theirs (bitsandbytes#1633); torchao.optim.AdamW8bit serves DTensors"
+        )
+    if _derives(kind, "torchao", TORCHAO_WITHOUT_DTENSOR):
+        return (
+            "the parameters are DTensors (FSDP2), and its states have no rule for them, so the first step raises; "
+            "torchao.optim.AdamW8bit serves DTensors"
+        )
+    if _derives(kind, "torchao"):
+        offloaded = [p for p in sharded if p.to_local().device.type != p.device_mesh.device_type]
+        if offloaded:
+            return (
+                f"the parameters are DTensors of a {offloaded[0].device_mesh.device_type} mesh that are offloaded to the "
+                f"{offloaded[0].to_local().device.type}, and its compiled step mixes the two devices (pytorch/ao#1931); switch the "
+                f"CPU offload off"
+            )
+    return None
+
+
+def _without_kernel(kind: type[torch.optim.Optimizer], parameters: Iterable[torch.Tensor]) -> str | None:
+    if not _derives(kind, "bitsandbytes"):
+        return None
+    devices = {parameter.device.type for parameter in parameters} - {"meta"}
+    library = getattr(sys.modules.get("bitsandbytes.cextension"), "lib", None)
+    if "cuda" in devices and not getattr(library, "compiled_with_cuda", True):
+        return "bitsandbytes has found no library of its own for this CUDA; `python -m bitsandbytes` says what it looked for"
+    without = sorted(device for device in devices if not _has_kernel(device))
+    if without:
+        return f"this bitsandbytes has no optimizer kernels for parameters on {', '.join(without)}"
+    return None
+
+
+def _has_kernel(device: str) -> bool:
+    import torch
+
+    try:
+        key = torch._C._dispatch_key_for_device(device)
+        return torch._C._dispatch_has_kernel_for_dispatch_key(BITSANDBYTES_KERNEL, key)
+    except RuntimeError:
+        return device == "cuda"  # before its operators were torch's, bitsandbytes had CUDA only
+
+
+def _derives(kind: type[Any], package: str, names: tuple[str, ...] = ()) -> bool:
+    """Whether a class is, or derives from, one that `package` defines (of one of these names)."""
+    return any(
+        f"{base.__module__}.".startswith(f"{package}.") and (not names or base.__name__ in names)
+        for base in kind.__mro__
+    )

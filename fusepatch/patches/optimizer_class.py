@@ -1,0 +1,282 @@
+"""`optimizer.class`: the class of the optimizers that frameworks construct as `torch.optim.AdamW`.
+
+verl up to 0.6.0 and Trinity-RFT up to 0.4.0 name AdamW in their code; verl's `build_optimizer` and the Trainer arrive at it by
+default. One door serves them all: AdamW's own constructor, where the object that the caller is about to get becomes one of
+the class that was asked for. Classes that a user chose in a framework's configuration are other constructors' calls, and
+`optimizer_cls_and_kwargs` of the Trainer is looked at in its `create_optimizer`; both stand.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+from fusepatch import settings
+from fusepatch.engine import ledger
+from fusepatch.engine.callers import calling_module, is_below
+from fusepatch.engine.patch import Contract, Patch, Proceed, Site, Slot
+from fusepatch.errors import FusepatchError, OptimizerClassError
+from fusepatch.patches.frameworks import FRAMEWORKS, own_values
+from fusepatch.patches.upstreams import TORCH, TRANSFORMERS
+
+if TYPE_CHECKING:
+    from fusepatch.optim.exchange import Accepts, Given, Note
+
+ID = "optimizer.class"
+
+SETTINGS_OF_FRAMEWORKS = frozenset({"lr", "betas", "weight_decay"})
+"""What every framework passes from its own configuration, and what carries over to another class."""
+
+_chosen_by_user: ContextVar[bool] = ContextVar("fusepatch_optimizer_chosen_by_user", default=False)
+"""Inside a Trainer whose user gave `optimizer_cls_and_kwargs`."""
+
+
+def construct(proceed: Proceed, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Handler of AdamW's constructor."""
+    path = settings.current().optimizer_class
+    caller = calling_module()
+    if path is None or is_below(caller, ("torch.optim",)) or not _is_adamw(optimizer):
+        return proceed(optimizer, *args, **kwargs)  # a subclass is not what frameworks hard-code
+    own = own_values(caller)
+    if own is None or _chosen_by_user.get():
+        whose = "code of your own constructs it (FUSEPATCH_OPTIMIZER_SCOPE=all includes it)"
+        if own is not None:
+            whose = "optimizer_cls_and_kwargs of the Trainer is the user's"
+        ledger.replaced(ID, f"AdamW in {caller} kept: {whose}, and beats FUSEPATCH_OPTIMIZER_CLASS={path}")
+        return proceed(optimizer, *args, **kwargs)
+    signature = inspect.signature(proceed.target.original)
+    try:
+        passed = signature.bind(optimizer, *args, **kwargs).arguments
+    except TypeError:
+        return proceed(optimizer, *args, **kwargs)  # torch says what is wrong with the call
+    ledger.count_call(ID)
+    try:
+        return _exchange(proceed, optimizer, path, caller, own, passed, signature.parameters)
+    except FusepatchError:
+        raise
+    except Exception as error:
+        raise OptimizerClassError(
+            f"FUSEPATCH_OPTIMIZER_CLASS={path}: the patch itself failed for AdamW in {caller}: {type(error).__name__}: {error}; no "
+            f"optimizer was constructed; please report this, and unset the variable for the framework's own class"
+        ) from error
+
+
+def _exchange(
+    proceed: Proceed,
+    optimizer: Any,
+    path: str,
+    caller: str,
+    own: Mapping[str, tuple[Any, ...]],
+    passed: Mapping[str, Any],
+    parameters: Mapping[str, inspect.Parameter],
+) -> Any:
+    from fusepatch.optim import exchange, groups, refusals
+
+    subject = f"AdamW in {caller}"
+    kind = exchange.resolve(path)
+    takes = exchange.accepts(kind)
+    _, (_, params), *arguments = passed.items()
+    params = groups.materialise(params)
+    members = groups.members(params)
+    given = _given(arguments, caller, own, takes, parameters)
+    asked = settings.current().optimizer_kwargs
+    own_groups = [member.own for member in members if member.own is not None]
+    planned = exchange.plan(path, takes, given, asked, own_groups, caller)
+    tensors = [tensor for member in members for tensor in member.tensors]
+    obstacle = refusals.obstacle(kind, tensors)
+    if obstacle is not None:
+        raise _refusal(path, subject, obstacle)
+    if kind is type(optimizer):
+        _tell(subject, planned.notes)
+        return proceed(optimizer, params, **{**dict(arguments), **planned.kwargs})
+    exchange.become(optimizer, path, kind, takes, params, planned.kwargs)
+    carried = [name for name in planned.kwargs if name in given and name not in asked]
+    ledger.replaced(
+        ID,
+        f"{subject}: class torch.optim.AdamW -> {path} (FUSEPATCH_OPTIMIZER_CLASS), constructed with the caller's parameters"
+        f"{', ' if carried else ''}{', '.join(carried)}{' and ' + ', '.join(asked) + ' of its own' if asked else ''}",
+    )
+    _tell(subject, planned.notes)
+    optimizer.register_load_state_dict_pre_hook(_compare_groups)
+    optimizer.register_step_pre_hook(_judged_at_first_step(path, subject))
+    return None
+
+
+def _given(
+    arguments: Iterable[tuple[str, Any]],
+    caller: str,
+    own: Mapping[str, tuple[Any, ...]],
+    takes: Accepts,
+    parameters: Mapping[str, inspect.Parameter],
+) -> dict[str, Given]:
+    """The arguments of the call with where they come from; None counts as not passed, and so does AdamW's own default of
+    what the class does not have."""
+    from fusepatch.optim.exchange import Given
+
+    of_framework = caller.partition(".")[0] in FRAMEWORKS
+    given = {}
+    for name, value in arguments:
+        setting = of_framework and name in SETTINGS_OF_FRAMEWORKS
+        says_nothing = not setting and takes.parameter(name) is None and value == parameters[name].default
+        if value is None or says_nothing:
+            continue
+        origin = "framework" if setting else "default" if value in own.get(name, ()) else "user"
+        given[name] = Given(value, origin)
+    return given
+
+
+def _is_adamw(optimizer: Any) -> bool:
+    return type(optimizer) is sys.modules["torch.optim.adamw"].AdamW
+
+
+def _tell(subject: str, notes: Iterable[Note]) -> None:
+    for note in notes:
+        _RECORD[note.kind](ID, f"{subject}: {note.text}")
+
+
+_RECORD: Mapping[str, Callable[[str, str], None]] = {"replaced": ledger.replaced, "refused": ledger.refused}
+
+
+def _refusal(path: str, subject: str, obstacle: str) -> OptimizerClassError:
+    return OptimizerClassError(
+        f"{subject}: FUSEPATCH_OPTIMIZER_CLASS={path} cannot train these parameters: {obstacle}. No step was taken; name another "
+        f"class, or unset the variable for the framework's own."
+    )
+
+
+def _compare_groups(optimizer: Any, state_dict: dict[str, Any]) -> None:
+    """`load_state_dict` pre-hook: a checkpoint of another class is named before its states are taken for this one's."""
+    for live, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
+        missing = sorted(set(live) - set(saved) - _SCHEDULERS_OWN)
+        more = sorted(set(saved) - set(live) - _SCHEDULERS_OWN)
+        of_torch = is_below(type(optimizer).__module__, ("torch.optim",))
+        if missing or (more and not of_torch):
+            differs = [f"lack {', '.join(missing)}"] if missing else []
+            differs += [f"have {', '.join(more)}"] if more else []
+            ledger.warn_once(
+                f"{ID}: load_state_dict of {type(optimizer).__name__}: the checkpoint's param groups {' and '.join(differs)}, so it "
+                f"was probably written by an optimizer of another class; its states mean something else there, and training "
+                f"would go on from wrong ones or stop at the next step; start without the optimizer's checkpoint, or with the "
+                f"class that wrote it"
+            )
+            return
+
+
+_SCHEDULERS_OWN = frozenset({"params", "param_names", "initial_lr", "swap_lr"})
+"""Keys of a param group that are not the optimizer class's."""
+
+
+def _judged_at_first_step(path: str, subject: str) -> Callable[[Any, Any, Any], None]:
+    """A step pre-hook that looks once at parameters which were sharded, moved or added after the construction."""
+    import torch
+
+    from fusepatch.optim import refusals
+
+    judged = False
+
+    def judge(optimizer: Any, args: Any, kwargs: Any) -> None:
+        nonlocal judged
+        if not judged:
+            tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+            obstacle = refusals.obstacle(type(optimizer), tensors)
+            if obstacle is not None:
+                raise _refusal(path, f"{subject}, at the first step", obstacle)
+            judged = True
+
+    uncompiled: Callable[[Any, Any, Any], None] = torch.compiler.disable(judge)  # type: ignore[no-untyped-call]
+    return uncompiled
+
+
+def construct_other(proceed: Proceed, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Handler of the base class's constructor: records of a class that a framework's configuration chose that it stands."""
+    path = settings.current().optimizer_class
+    if path is not None and not _is_adamw(optimizer):
+        kind = type(optimizer)
+        caller = calling_module(skip=("torch.optim", *(base.__module__ for base in kind.__mro__)))
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        if caller.partition(".")[0] in FRAMEWORKS and not _is_at(path, kind):
+            ledger.replaced(
+                ID,
+                f"{name} in {caller} kept: the framework's configuration chose it, and beats FUSEPATCH_OPTIMIZER_CLASS={path}",
+            )
+    return proceed(optimizer, *args, **kwargs)
+
+
+def _is_at(path: str, kind: type[Any]) -> bool:
+    module, _, name = path.rpartition(".")
+    return getattr(sys.modules.get(module), name, None) is kind
+
+
+def create_optimizer(proceed: Proceed, trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Handler of `Trainer.create_optimizer`: `optimizer_cls_and_kwargs` is the user's own choice."""
+    token = _chosen_by_user.set(getattr(trainer, "optimizer_cls_and_kwargs", None) is not None)
+    try:
+        return proceed(trainer, *args, **kwargs)
+    finally:
+        _chosen_by_user.reset(token)
+
+
+PATCH = Patch(
+    id=ID,
+    promise="Any optimizer class by its import path, in frameworks that hard-code AdamW too.",
+    why=(
+        "verl up to 0.6.0 and Trinity-RFT up to 0.4.0 construct torch.optim.AdamW whatever the configuration says, the Trainer "
+        "knows a fixed list of names, and verl's build_optimizer hands its arguments to any class without looking whether it "
+        "takes them. 8-bit states, or an optimizer of one's own, mean editing the framework."
+    ),
+    upstream=(
+        "https://github.com/pytorch/ao/issues/1931",
+        "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1633",
+        "https://github.com/pytorch/ao/issues/1185",
+        "https://github.com/pytorch/torchtune/pull/2152",
+    ),
+    fixed_in="verl 0.6.1 takes optimizer and optimizer_impl, unchecked; the Trainer's optimizer_cls_and_kwargs needs code",
+    remove_when="every framework takes a class by path and checks its arguments",
+    variables=("FUSEPATCH_OPTIMIZER_CLASS", "FUSEPATCH_OPTIMIZER_KWARGS", "FUSEPATCH_OPTIMIZER_SCOPE"),
+    changes=(
+        "where a framework constructs torch.optim.AdamW, the object that it gets is one of the class that "
+        "FUSEPATCH_OPTIMIZER_CLASS names: type(optimizer) is that class, built by its own constructor",
+        "the framework's learning rate, betas, weight decay and param groups carry over where the class takes them; what the "
+        "framework passes of itself (fused=True, eps=1e-8) does not, and what the class does not take is left out and recorded",
+        "FUSEPATCH_OPTIMIZER_KWARGS is checked against the constructor's signature before anything is constructed",
+        "a class that cannot be imported, is no optimizer, lacks an argument, or cannot train these parameters (bitsandbytes and "
+        "the 4-bit and float8 states of torchao on DTensors, torchao on offloaded DTensors, SparseAdam, Muon with biases, a step "
+        "that needs a closure) is an error at the construction, with the reason",
+        "one of torch's classes then gets fused and foreach as optimizer.flags decides",
+    ),
+    limits=(
+        'optim="adamw_torch" and "adamw_torch_fused" cannot be told from the Trainer\'s default, nor optimizer="AdamW" from verl\'s; '
+        "they are exchanged, any other choice in a framework's configuration stands",
+        "a **kwargs of the class gets the learning rate where no constructor names it, and nothing else that was not asked for",
+        "the constructor runs on an object that was made as an AdamW; a metaclass that makes instances in its own way is refused",
+        "frameworks that hand a configuration to DeepSpeed or Megatron construct no optimizer of torch, and are not reached",
+        "a checkpoint of another optimizer class does not fit: a warning says so where its param groups show it",
+        "the Trainer keeps embeddings in 32 bits for its own adamw_bnb_8bit; for a class by path it does not",
+    ),
+    sites=(
+        Site(
+            upstream=TORCH,
+            module="torch.optim.adamw",
+            supported=">=2.4",
+            tested=">=2.11,<2.14",
+            slots=(Slot("AdamW.__init__", construct, Contract(parameters=("params", "lr"))),),
+        ),
+        Site(
+            upstream=TORCH,
+            module="torch.optim.optimizer",
+            supported=">=2.4",
+            tested=">=2.11,<2.14",
+            slots=(Slot("Optimizer.__init__", construct_other, Contract(parameters=("params", "defaults"))),),
+        ),
+        Site(
+            upstream=TRANSFORMERS,
+            module="transformers.trainer",
+            supported=">=4.47",
+            tested=">=4.51,<5.25",
+            slots=(Slot("Trainer.create_optimizer", create_optimizer),),
+        ),
+    ),
+)
