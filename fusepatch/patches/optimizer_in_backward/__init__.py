@@ -7,11 +7,12 @@
 from __future__ import annotations
 
 from fusepatch.engine.patch import Contract, Patch, Site, Slot
-from fusepatch.patches.optimizer_in_backward import transformers_trainer
-from fusepatch.patches.upstreams import TRANSFORMERS
+from fusepatch.patches.optimizer_in_backward import transformers_trainer, verl_sft
+from fusepatch.patches.optimizer_in_backward.attachment import ID
+from fusepatch.patches.upstreams import TORCH, TRANSFORMERS, VERL
 
 PATCH = Patch(
-    id=transformers_trainer.ID,
+    id=ID,
     promise="On request, the optimizer's step runs inside backward, and each gradient is freed as soon as it is used.",
     why=(
         "Between backward and the step every gradient is held at once: as much memory again as the trainable parameters. "
@@ -53,6 +54,34 @@ PATCH = Patch(
             slots=(
                 Slot("Trainer._inner_training_loop", transformers_trainer.inner_training_loop, Contract(("args",))),
             ),
+        ),
+        Site(
+            upstream=VERL,
+            module="verl.workers.engine.utils",
+            supported=">=0.4.1",
+            tested=">=0.4.1,<0.9.2",
+            slots=(Slot("prepare_micro_batches", verl_sft.prepare_micro_batches, Contract(("data",))),),
+        ),
+        Site(
+            upstream=VERL,
+            module="verl.workers.engine.fsdp.transformer_impl",
+            supported=">=0.4.1",
+            tested=">=0.4.1,<0.9.2",
+            slots=(
+                Slot("FSDPEngine.initialize", verl_sft.initialize),
+                Slot(
+                    "FSDPEngine.forward_backward_batch",
+                    verl_sft.forward_backward_batch,
+                    Contract(("data", "loss_function", "forward_only")),
+                ),
+            ),
+        ),
+        Site(
+            upstream=TORCH,
+            module="torch.optim.optimizer",
+            supported=">=2.4",
+            tested=">=2.11,<2.14",
+            slots=(Slot("Optimizer.__init__", verl_sft.construct, Contract(("params", "defaults"))),),
         ),
     ),
 )

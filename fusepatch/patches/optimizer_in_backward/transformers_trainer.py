@@ -17,8 +17,8 @@ from fusepatch.engine import ledger
 from fusepatch.engine.patch import Proceed
 from fusepatch.optim import in_backward
 from fusepatch.optim.in_backward import InBackward, Obstacle
-
-ID = "optimizer.in_backward"
+from fusepatch.patches.optimizer_in_backward import attachment
+from fusepatch.patches.optimizer_in_backward.attachment import ID
 
 
 def inner_training_loop(proceed: Proceed, trainer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -112,40 +112,10 @@ def _unwrapped(optimizer: Any) -> Any:
     return optimizer
 
 
-def _checkpoints_reentrantly(model: Any) -> bool:
-    """Whether a module recomputes its forward in a backward of its own, so that tied weights get two gradients."""
-    for module in model.modules():
-        checkpoint = getattr(module, "_gradient_checkpointing_func", None)
-        if checkpoint is not None and getattr(module, "gradient_checkpointing", False):
-            return bool(getattr(checkpoint, "keywords", {}).get("use_reentrant", True))
-    return False
-
-
 def attach(trainer: Any) -> InBackward:
     """Hook the parameters of a trainer whose optimizer and model are as they will train; raises InBackwardError."""
     optimizer, model = _unwrapped(trainer.optimizer), trainer.model_wrapped
-    where = _named(trainer)
-    in_backward.refuse(where, [*_of_settings(trainer), *in_backward.obstacles(optimizer, model)])
-    tied = in_backward.reached_by_several_names(model) if _checkpoints_reentrantly(model) else []
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    attached = InBackward(optimizer, names, leave=tied, armed=False)
-    if tied:
-        ledger.fallback(
-            ID,
-            f"{where}: {', '.join(names[parameter] for parameter in tied)}: tied, and under re-entrant checkpointing its gradient "
-            f"arrives in two parts; the ordinary step updates it (use_reentrant=False brings it in)",
-        )
-    _tell(where, optimizer, attached)
-    return attached
-
-
-def _tell(where: str, optimizer: Any, attached: InBackward) -> None:
-    kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-    ledger.replaced(ID, f"{where}: {kind} updates {attached.number_of_parameters} parameters inside backward")
-    ledger.warn_once(
-        f"{ID}: the optimizer of {where} runs inside backward, where each gradient is freed once it is used; so grad_norm is "
-        f"logged as 0 or not at all, and step hooks and callbacks before the step see no gradients"
-    )
+    return attachment.attach(_named(trainer), optimizer, model, _of_settings(trainer), armed=False)
 
 
 @functools.cache

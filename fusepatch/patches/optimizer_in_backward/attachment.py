@@ -1,0 +1,53 @@
+"""What the trainers have in common: how the patch speaks of itself, and which parameters are left to the ordinary step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fusepatch.engine import ledger
+from fusepatch.optim import in_backward
+from fusepatch.optim.in_backward import InBackward, Obstacle
+
+ID = "optimizer.in_backward"
+
+
+def attach(
+    where: str,
+    optimizer: Any,
+    model: Any,
+    settings: list[Obstacle],
+    armed: bool,
+    on_skipped: Callable[[list[str]], None] | None = None,
+) -> InBackward:
+    """Hook the parameters of an optimizer whose model is as it will train; `settings` are the framework's own obstacles.
+
+    Raises:
+        InBackwardError: something is in the way; nothing was hooked.
+    """
+    in_backward.refuse(where, [*settings, *in_backward.obstacles(optimizer, model)])
+    tied = in_backward.reached_by_several_names(model) if _checkpoints_reentrantly(model) else []
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    attached = InBackward(optimizer, names, leave=tied, armed=armed, on_skipped=on_skipped)
+    if tied:
+        ledger.fallback(
+            ID,
+            f"{where}: {', '.join(names[parameter] for parameter in tied)}: tied, and under re-entrant checkpointing a tied "
+            f"gradient can arrive in two parts; the ordinary step updates it (use_reentrant=False brings it in)",
+        )
+    kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    ledger.replaced(ID, f"{where}: {kind} updates {attached.number_of_parameters} parameters inside backward")
+    ledger.warn_once(
+        f"{ID}: the optimizer of {where} runs inside backward, where each gradient is freed once it is used; so grad_norm is "
+        f"logged as 0 or not at all, and step hooks and callbacks before the step see no gradients"
+    )
+    return attached
+
+
+def _checkpoints_reentrantly(model: Any) -> bool:
+    """Whether a module of transformers recomputes its forward in a backward of its own."""
+    for module in model.modules():
+        checkpoint = getattr(module, "_gradient_checkpointing_func", None)
+        if checkpoint is not None and getattr(module, "gradient_checkpointing", False):
+            return bool(getattr(checkpoint, "keywords", {}).get("use_reentrant", True))
+    return False
