@@ -30,6 +30,23 @@ def ranges(start: int, stop: int, limit: int, multiple: int = ROW_MULTIPLE) -> l
     return [(first, min(first + size, stop)) for first in range(start, stop, size)]
 
 
+def whole_sequences(counts: Sequence[int], limit: int) -> list[tuple[int, int]] | None:
+    """Cut the rows of a plan into groups of at most ``limit`` between sequences; None where one sequence is longer.
+
+    ``counts`` is the number of rows of each sequence. As few groups as a cut from the front can make, empty ones left out.
+    """
+    groups: list[tuple[int, int]] = []
+    start = stop = 0
+    for count in counts:
+        if count > limit:
+            return None
+        if stop + count - start > limit:
+            groups.append((start, stop))
+            start = stop
+        stop += count
+    return [*groups, (start, stop)] if stop > start else groups
+
+
 @dataclass(frozen=True)
 class RowPlan:
     """The rows of a [B, T] batch that are computed, in the order of the batch.

@@ -66,17 +66,20 @@ def columns_within(head: Head, group_rows: int) -> int:
     return fitting // COLUMN_MULTIPLE * COLUMN_MULTIPLE
 
 
-def group_rows_of(head: Head, rows: int) -> int:
+def group_rows(head: Head) -> int:
     """Whole chunks of rows whose gradients are added to the sum at a time."""
-    wanted = max(round(GROUP_ROWS / head.chunk_rows), 1) * head.chunk_rows
-    return ranges(0, rows, wanted, head.chunk_rows)[0][1]
+    return max(round(GROUP_ROWS / head.chunk_rows), 1) * head.chunk_rows
 
 
-def serves(head: Head, rows: int) -> bool:
+def serves(head: Head, groups: list[tuple[int, int]]) -> bool:
     """Whether there are rows, sums as wide as grad-weight or wider, and its memory has room for a tile of columns."""
-    if head.precision.sums.itemsize < head.weight.element_size():
+    if not groups or head.precision.sums.itemsize < head.weight.element_size():
         return False
-    return rows > 0 and columns_within(head, group_rows_of(head, rows)) > 0
+    return columns_within(head, largest(groups)) > 0
+
+
+def largest(groups: list[tuple[int, int]]) -> int:
+    return max(stop - start for start, stop in groups)
 
 
 def allocate(head: Head, group_rows: int) -> Storage:
@@ -102,7 +105,12 @@ class FirstPart:
 
 
 def first_columns_pass(
-    head: Head, hidden: HiddenRows, targets: torch.Tensor, wanted: Wanted, coefficients: CoefficientSource
+    head: Head,
+    hidden: HiddenRows,
+    targets: torch.Tensor,
+    wanted: Wanted,
+    coefficients: CoefficientSource,
+    groups: list[tuple[int, int]],
 ) -> FirstPart:
     """Everything but the parameters' gradients beyond the first columns, without memory for a sum of grad-weight.
 
@@ -110,20 +118,19 @@ def first_columns_pass(
 
     Args:
         coefficients: called once per group, with all log-probabilities found so far ([R]) and the group's range.
+        groups: ranges of rows that follow each other and cover all.
     """
     precision = head.precision
-    rows = hidden.plan.rows
-    outputs = row_outputs(rows, targets, head)
+    outputs = row_outputs(hidden.plan.rows, targets, head)
     found = torch.empty_like(outputs.values)
     grad_hidden = gradient_rows(hidden.hidden, hidden.plan) if wanted.hidden else None
     bias_sum = torch.zeros(head.vocabulary, dtype=precision.sums, device=targets.device) if wanted.bias else None
-    group_rows = group_rows_of(head, rows)
-    storage = allocate(head, group_rows)
+    storage = allocate(head, largest(groups))
     columns = storage.columns
     weight = head.operand_weight()
-    chunk_size = ranges(0, group_rows, head.chunk_rows)[0][1]
+    chunk_size = ranges(0, largest(groups), head.chunk_rows)[0][1]
     buffer = head.buffer(chunk_size, head.vocabulary, precision.gradients)
-    for start, stop in ranges(0, rows, group_rows, head.chunk_rows):
+    for start, stop in groups:
         for first, last in ranges(start, stop, chunk_size):
             written = buffer.gradients(last - first, head.vocabulary)
             write_chunk(head, weight, hidden, targets, buffer, written, outputs, first, last)

@@ -63,6 +63,10 @@ class Head:
         rows = group_bytes / (padded_columns(self.vocabulary) * self.precision.gradients.itemsize)
         return max(round(rows / self.chunk_rows), 1) * self.chunk_rows
 
+    def groups(self, rows: int) -> list[tuple[int, int]]:
+        """The first ``rows`` rows of a plan in groups of about even size."""
+        return ranges(0, rows, self.group_rows, self.chunk_rows)
+
     def slice_columns(self, rows: int) -> int:
         """Columns of a slice of the vocabulary when ``rows`` rows are held at once."""
         per_column = rows * self.precision.logits.itemsize
@@ -229,12 +233,14 @@ def grouped_gradient_pass(
     targets: torch.Tensor,
     wanted: Wanted,
     coefficients: CoefficientSource,
+    groups: list[tuple[int, int]],
     limit: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Gradients]:
     """One pass with parameter gradients: per group of rows, logits by chunks, then one product for each gradient.
 
     Args:
         coefficients: called once per group, with all log-probabilities found so far ([R]) and the group's range.
+        groups: ranges of rows that follow each other and cover all, from :meth:`Head.groups` for example.
         limit: from :func:`coefficient_limit` over all rows; None: taken from the first group where it is needed.
 
     Returns:
@@ -247,13 +253,12 @@ def grouped_gradient_pass(
     grad_hidden = gradient_rows(hidden.hidden, hidden.plan) if wanted.hidden else None
     weight_sum: torch.Tensor | None = None
     bias_sum = torch.zeros(head.vocabulary, dtype=precision.sums, device=device) if wanted.bias else None
-    groups = ranges(0, rows, head.group_rows, head.chunk_rows)
     if groups:
         weight = head.operand_weight()
         # With one group there is nothing to add up: the product rounds once, to the dtype of the gradient.
         direct = len(groups) == 1 and head.weight.dtype == precision.gradients and not precision.narrow_range
         sum_dtype = head.weight.dtype if direct else precision.sums
-        group_size = groups[0][1]
+        group_size = max(stop - start for start, stop in groups)
         chunk_size = ranges(0, group_size, head.chunk_rows)[0][1]
         shares_buffer = chunk_size == group_size
         buffer = head.buffer(chunk_size, head.vocabulary, precision.gradients if shares_buffer else None)

@@ -34,7 +34,12 @@ class _LinearLogProbabilities(torch.autograd.Function):
         coefficients = grad_outputs[0].to(torch.float32)
         wanted = Wanted(ctx.needs_input_grad[0], ctx.needs_input_grad[1], bias is not None and ctx.needs_input_grad[2])
         _, gradients = grouped_gradient_pass(
-            ctx.head, _rows(hidden, ctx.head), targets, wanted, lambda values, start, stop: coefficients[start:stop]
+            ctx.head,
+            _rows(hidden, ctx.head),
+            targets,
+            wanted,
+            lambda values, start, stop: coefficients[start:stop],
+            ctx.head.groups(hidden.shape[0]),
         )
         grad_hidden = gradients.hidden.view(hidden.shape) if gradients.hidden is not None else None
         return grad_hidden, gradients.weight, gradients.bias, None, None

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from fusepatch.loss.backend import Backend
-from fusepatch.loss.chunks import RowPlan, plan_all_rows, plan_rows
-from fusepatch.loss.gradient_storage import first_columns_pass, serves
+from fusepatch.loss.chunks import RowPlan, plan_all_rows, plan_rows, ranges, whole_sequences
+from fusepatch.loss.gradient_storage import first_columns_pass, group_rows, serves
 from fusepatch.loss.linear import (
     Begun,
     CoefficientSource,
@@ -131,10 +131,11 @@ def linear_policy_loss(
     - no gradient wanted: once, without grad mode;
     - only grad-hidden wanted (a frozen head): once, after all log-probabilities. Two matrix products in all, whatever the
       policy, since a row's coefficient may be applied after them;
-    - grad-weight or grad-bias wanted: with fixed coefficients twice; with a separable policy once per group of rows
-      and once at the end; else once, three products where all rows fit one group and four where not.
+    - grad-weight or grad-bias wanted: with fixed coefficients twice; with a policy that is separable, by rows or by
+      sequences, once per group of rows and once at the end; else once. Three products where all rows fit one group, or a
+      separable policy's rows or sequences do; four where not.
 
-    The number of calls can differ between ranks only in the separable case: a collective inside the policy
+    The number of calls can differ between ranks only in the separable cases: a collective inside the policy
     has to be made once by the caller and its result kept.
 
     Args:
@@ -183,10 +184,8 @@ def linear_policy_loss(
         result = _fixed(call, wanted)
     elif plan.rows <= head.group_rows:
         result = _one_group(call, wanted)
-    elif traits.separable and not head.precision.narrow_range:
-        result = _by_groups(call, wanted)
     else:
-        result = _by_vocabulary(call, wanted)
+        result = _by_groups(call, wanted)
     if mask.numel() == 0:
         # Some loss types divide by the number of sequences; the sum over nothing is nothing.
         result = replace(result, loss=torch.zeros_like(result.loss))
@@ -362,7 +361,8 @@ def _fixed(call: _Call, wanted: Wanted) -> PolicyLoss:
     limit = None
     if call.head.precision.narrow_range:
         limit = coefficient_limit(call.head, source(call.targets, 0, call.plan.rows))
-    values, gradients = grouped_gradient_pass(call.head, call.rows, call.targets, wanted, source, limit)
+    groups = call.head.groups(call.plan.rows)
+    values, gradients = grouped_gradient_pass(call.head, call.rows, call.targets, wanted, source, groups, limit)
     inputs = call.with_values(values)
     return _result(call, inputs, *_loss(call.policy, inputs), gradients)
 
@@ -387,17 +387,30 @@ def _one_group(call: _Call, wanted: Wanted) -> PolicyLoss:
         found.append((loss, metrics))
         return call.plan.take(coefficients)
 
-    values, gradients = grouped_gradient_pass(call.head, call.rows, call.targets, wanted, source)
+    groups = call.head.groups(call.plan.rows)
+    values, gradients = grouped_gradient_pass(call.head, call.rows, call.targets, wanted, source, groups)
     inputs = call.with_values(values)
     loss, metrics = found[0] if found else _loss(call.policy, inputs)
     return _result(call, inputs, loss, metrics, gradients)
 
 
 def _by_groups(call: _Call, wanted: Wanted) -> PolicyLoss:
+    groups = _groups(call, call.head.group_rows)
+    if not groups:
+        return _by_vocabulary(call, wanted)
     source = _separable_coefficients(call)
-    values, gradients = grouped_gradient_pass(call.head, call.rows, call.targets, wanted, source)
+    values, gradients = grouped_gradient_pass(call.head, call.rows, call.targets, wanted, source, groups)
     inputs = call.with_values(values)
     return _result(call, inputs, *_loss(call.policy, inputs), gradients)
+
+
+def _groups(call: _Call, limit: int) -> list[tuple[int, int]] | None:
+    """Groups of at most ``limit`` rows whose coefficients are known with the group; None where there are none such."""
+    if call.head.precision.narrow_range:
+        return None
+    if call.traits.separable or call.traits.fixed_coefficients:
+        return ranges(0, call.plan.rows, limit, call.head.chunk_rows)
+    return whole_sequences(call.plan.counts, limit) if call.traits.separable_by_sequence else None
 
 
 def _separable_coefficients(call: _Call) -> CoefficientSource:
@@ -445,11 +458,11 @@ def _by_vocabulary(call: _Call, wanted: Wanted) -> PolicyLoss:
 
 def _saving_memory(call: _Call, wanted: Wanted) -> PolicyLoss:
     """As many of grad-weight's rows as its own memory has room to sum in the first pass, the others after it."""
-    known = call.traits.fixed_coefficients or call.traits.separable
-    if not (known and wanted.weight and serves(call.head, call.plan.rows)) or call.head.precision.narrow_range:
+    groups = _groups(call, group_rows(call.head)) or _groups(call, max(call.plan.counts, default=0))
+    if not groups or not wanted.weight or not serves(call.head, groups):
         return _by_vocabulary(call, wanted)
     source = _fixed_coefficients(call) if call.traits.fixed_coefficients else _separable_coefficients(call)
-    part = first_columns_pass(call.head, call.rows, call.targets, wanted, source)
+    part = first_columns_pass(call.head, call.rows, call.targets, wanted, source, groups)
     inputs = call.with_values(part.log_probabilities.values)
     loss, metrics = _loss(call.policy, inputs)
     coefficients = call.plan.put(part.coefficients)

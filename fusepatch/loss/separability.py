@@ -23,12 +23,14 @@ class PolicyTraits:
 
     separable: the coefficient of a row (the derivative of the loss with respect to its log-probability) depends on that
         row's log-probability alone.
+    separable_by_sequence: it depends on those of the row's own sequence alone.
     fixed_coefficients: the coefficients do not depend on the log-probabilities at all.
     masked_rows_matter: a row whose mask is 0 may carry gradient or change the loss.
     zero_advantage_rows_matter: a row whose advantage is 0 may carry gradient or change the loss or a metric.
     """
 
     separable: bool = False
+    separable_by_sequence: bool = False
     fixed_coefficients: bool = False
     masked_rows_matter: bool = True
     zero_advantage_rows_matter: bool = True
@@ -56,6 +58,7 @@ def policy_traits(
         separable = not old_given and not (with_kl and bias_correction_kl)
     return PolicyTraits(
         separable=separable,
+        separable_by_sequence=True,
         fixed_coefficients=not old_given and not with_kl,
         masked_rows_matter=loss_type == "luspo" and (token_level or with_kl),
         zero_advantage_rows_matter=with_kl,

@@ -73,3 +73,19 @@ def test_a_narrow_gradient_shares_the_memory_of_its_logits() -> None:
     assert logits.stride(0) % 64 == 0
     apart = chunks.logit_buffer(4, 70, torch.float32, torch.bfloat16, torch.device("cpu"), narrow_in_place=False)
     assert apart.logits(3, 70).data_ptr() != apart.gradients(3, 70).data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("counts", "groups"),
+    [
+        ((4, 4, 4, 4), [(0, 8), (8, 16)]),
+        ((3, 0, 5, 9, 1), [(0, 8), (8, 18)]),
+        ((6, 6, 6), [(0, 6), (6, 12), (12, 18)]),
+        ((0, 0), []),
+        ((), []),
+        ((0, 10, 0), [(0, 10)]),
+        ((2, 11), None),
+    ],
+)
+def test_whole_sequences(counts: tuple[int, ...], groups: list[tuple[int, int]] | None) -> None:
+    assert chunks.whole_sequences(counts, 10) == groups

@@ -167,7 +167,7 @@ def test_memory_of_a_trainable_head_is_its_gradient_and_a_chunk() -> None:
     before = torch.cuda.memory_allocated()
     found = run(batch, Setting(), wanted, prefer="memory", chunk_mib=64, backend="triton")
     # A chunk of logits, grad-weight (32 MiB), grad-hidden (8 MiB) and a group's rows of hidden states.
-    assert torch.cuda.max_memory_allocated() - before < (64 + 32 + 8 + 6) * mib
+    assert torch.cuda.max_memory_allocated() - before < (64 + 32 + 8 + 8) * mib
     assert error(found.gradients.weight, exact.weight) < 5e-3
 
 

@@ -20,7 +20,7 @@ from cases import (
 )
 
 import fusepatch.loss.policy_loss as driver
-from fusepatch.loss import LogitMap, Wanted, gradient_storage
+from fusepatch.loss import LogitMap, PolicyTraits, Wanted, gradient_storage
 from fusepatch.loss.linear import make_head
 
 BATCH = make_batch(3, 211, 256, 700, spread=0.1)
@@ -95,9 +95,17 @@ def test_nothing_else_is_kept_in_memory(first_columns: list[int]) -> None:
     assert gradient.is_contiguous()
 
 
-def test_policies_whose_coefficients_are_not_known_in_the_first_pass(first_columns: list[int]) -> None:
+def test_whole_sequences_longer_than_a_group(first_columns: list[int]) -> None:
     setting = Setting(old=OLD, level="sequence")
+    assert BATCH.mask.sum(1).max() > 128
     found = run(BATCH, setting, prefer="memory", chunk_mib=SMALL_CHUNK_MIB)
+    assert first_columns == [384]
+    assert_equal(found, reference(BATCH, setting))
+
+
+def test_policies_that_nothing_is_known_of(first_columns: list[int]) -> None:
+    setting = Setting(old=OLD, level="sequence")
+    found = run(BATCH, setting, traits=PolicyTraits(), prefer="memory", chunk_mib=SMALL_CHUNK_MIB)
     assert first_columns == []
     assert_equal(found, reference(BATCH, setting))
 

@@ -351,7 +351,7 @@ def test_no_gradient_work_where_autograd_asks_for_none(monkeypatch: pytest.Monke
         (Setting(), ALL, 2),
         # Three groups and the whole.
         (Setting(old=OLD, beta=0.04), ALL, 4),
-        (Setting(old=OLD, beta=0.04, level="sequence"), ALL, 1),
+        (Setting(old=OLD, beta=0.04, level="sequence"), ALL, 4),
     ],
 )
 def test_calls_of_the_policy(setting: Setting, wanted: Wanted, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -428,6 +428,25 @@ def test_chunks_do_not_change_the_result() -> None:
             assert error(found.gradients.weight, whole.gradients.weight) < 1e-5
             assert error(found.gradients.hidden, whole.gradients.hidden) < 1e-5
             assert torch.equal(found.log_probabilities, whole.log_probabilities)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "luspo"])
+def test_a_policy_over_sequences_takes_one_pass(loss_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = make_batch(7)
+    setting = Setting(loss_type, "sequence", old=log_probabilities_like(batch, 1))
+    logits = Counter(monkeypatch, products, "logits_into")
+    found = run(batch, setting, chunk_mib=SMALL_CHUNK_MIB)
+    assert found.rows > 2 * 128
+    assert logits.rows == found.rows
+    assert_equal(found, liger(batch, setting))
+    # A group holds two chunks: a sequence that does not fit has to come twice.
+    long = replace(make_batch(1, 700), mask=torch.ones(1, 700))
+    setting = Setting(loss_type, "sequence", old=log_probabilities_like(long, 1))
+    logits.rows = 0
+    found = run(long, setting, chunk_mib=SMALL_CHUNK_MIB)
+    assert found.rows == 700
+    assert 700 < logits.rows <= 1400
+    assert_equal(found, liger(long, setting))
 
 
 def test_reference_head() -> None:

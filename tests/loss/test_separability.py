@@ -46,6 +46,10 @@ def test_what_the_table_claims_holds(setting: Setting) -> None:
         moved = VALUES.clone()
         moved[:, ::2] -= 0.4
         torch.testing.assert_close(coefficients(setting, moved)[:, 1::2], before[:, 1::2])
+    if traits.separable_by_sequence:
+        moved = VALUES.clone()
+        moved[::2] -= 0.4
+        torch.testing.assert_close(coefficients(setting, moved)[1::2], before[1::2])
     if not traits.masked_rows_matter:
         assert (before[MASK == 0] == 0).all()
         moved = torch.where(MASK == 0, VALUES - 0.4, VALUES)
@@ -77,4 +81,4 @@ def test_the_known_exceptions_are_real() -> None:
 @pytest.mark.parametrize(("loss_type", "level"), [("new", "token"), ("grpo", "turn")])
 def test_nothing_is_assumed_of_what_is_not_listed(loss_type: str, level: str) -> None:
     traits = policy_traits(loss_type, level, old_given=False, beta=0.0, bias_correction_kl=False)
-    assert traits == PolicyTraits(False, False, True, True)
+    assert traits == PolicyTraits(False, False, False, True, True)
