@@ -141,6 +141,8 @@ def run(
         built.initialize()
         if resume is not None:
             built.checkpoint_manager.load_checkpoint(local_path=str(resume), del_local_after_load=False)
+            for _ in range(MIDDLE):  # verl saves the schedule with the random states, which the CPU does not have
+                built.lr_scheduler.step()
         norms = train(built, range(MIDDLE if resume else 0, min(MIDDLE, steps)), rank, **how)
         if save is not None:
             built.checkpoint_manager.save_checkpoint(local_path=str(save), global_step=MIDDLE)
@@ -186,7 +188,6 @@ def test_twenty_steps_and_a_resume_both_ways(ranks: int, model: Path, tmp_path: 
     assert "updates 21 parameters inside backward" in inside.replaced[0]
     for other in (inside, resumed_inside, resumed_ordinary):
         assert close(ordinary.weights, other.weights)
-        assert ordinary.weights != other.weights or other.weights
 
 
 def test_several_dynamic_micro_batches_take_the_ordinary_step(model: Path) -> None:
