@@ -263,7 +263,7 @@ def _install(patch: Patch, site: Site, module: ModuleType, late: bool) -> SiteRe
         )
         return _record(patch, site, Outcome.PENDING, reason, version)
     try:
-        applied = install.install(patch.id, site, module, late)
+        applied = install.install(patch.id, site, module, late, PATCHES.index(patch))
     except install.TargetAbsentError as problem:
         reason = Reason(f"{found}: {problem}", consequence="there is nothing to patch in this version")
         return _record(patch, site, Outcome.ABSENT, reason, version)

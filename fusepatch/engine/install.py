@@ -61,6 +61,7 @@ class _Place(NamedTuple):
 class _Link(NamedTuple):
     patch: str
     handler: Handler
+    order: int = 0
 
 
 class _Installed:
@@ -96,8 +97,10 @@ class Applied(NamedTuple):
     left: tuple[str, ...]
 
 
-def install(patch: str, site: Site, module: ModuleType, late: bool) -> Applied:
+def install(patch: str, site: Site, module: ModuleType, late: bool, order: int = 0) -> Applied:
     """Wrap every slot of a site, or none: whatever raises on the way undoes what was done.
+
+    Of the handlers of one slot, those with a lower `order` run first, whenever they were installed.
 
     Raises TargetAbsentError, ContractBrokenError, or whatever setting an attribute raised.
     """
@@ -108,7 +111,8 @@ def install(patch: str, site: Site, module: ModuleType, late: bool) -> Applied:
             for slot, owner, attribute, path in resolved:
                 installed = _wrap(owner, attribute, path, module, site)
                 done.append(installed)
-                installed.links.append(_Link(patch, slot.handler))
+                installed.links.append(_Link(patch, slot.handler, order))
+                installed.links.sort(key=lambda link: link.order)
                 installed.relink()
             rebound, left = _rebind(done, module, site.rebind_holders) if late else ((), ())
             for installed in done:
