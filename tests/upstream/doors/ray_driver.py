@@ -7,6 +7,7 @@ actor, an actor that was killed and restarted. Each builds a model and an optimi
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import os
 from typing import Any
 
@@ -19,6 +20,9 @@ def main() -> None:
 
 
 def door(arguments: argparse.Namespace) -> dict[str, Any]:
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # else Ray writes a token into the home directory
+    if importlib.metadata.version("verl") >= "0.9":  # see verl_engine.py
+        os.environ.update({"VERL_USE_EXTERNAL_MODULES": "cpu_platform", "VERL_PLATFORM": "cpu"})
     import ray
     from ray.util import ActorPool
 
