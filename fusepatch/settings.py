@@ -265,8 +265,8 @@ TABLE: tuple[Variable, ...] = (
         field="grpo_prefer",
         values="`speed`, `memory`",
         default="`speed`",
-        meaning="`memory` makes the gradient of a trainable head by slices of the vocabulary, without a float32 sum of the "
-        "head's size, at the price of one more matrix product. It changes nothing for a frozen head.",
+        meaning="`memory` makes the gradient of a trainable head in that gradient's own memory, without a float32 sum of the "
+        "head's size, at the price of about half of one more matrix product. It changes nothing for a frozen head.",
         read_by="`liger.grpo_loss`",
         parse=_preference,
     ),
