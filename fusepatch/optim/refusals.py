@@ -37,6 +37,19 @@ def obstacle(kind: type[torch.optim.Optimizer], parameters: Collection[torch.Ten
     )
 
 
+def foreign_state(optimizer: torch.optim.Optimizer) -> str | None:
+    """Whether the states that were loaded are another class's, where the class's own loading does not look: bitsandbytes'."""
+    if not _derives(type(optimizer), "bitsandbytes"):
+        return None
+    for state in optimizer.state.values():
+        if state and "state1" not in state:
+            return (
+                f"the states that were loaded have {', '.join(sorted(map(str, state)))}, so another class wrote them; start without the "
+                f"optimizer's checkpoint, or with the class that wrote it"
+            )
+    return None
+
+
 def _required_by_step(kind: type[torch.optim.Optimizer]) -> str:
     parameters = list(inspect.signature(kind.step).parameters.values())[1:]
     ordinary = (

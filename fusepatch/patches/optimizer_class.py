@@ -148,25 +148,27 @@ def _refusal(path: str, subject: str, obstacle: str) -> OptimizerClassError:
 
 
 def _compare_groups(optimizer: Any, state_dict: dict[str, Any]) -> None:
-    """`load_state_dict` pre-hook: a checkpoint of another class is named before its states are taken for this one's."""
+    """`load_state_dict` pre-hook: a checkpoint of another class is found out before its states are taken for this one's."""
+    kind = type(optimizer)
     for live, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
         missing = sorted(set(live) - set(saved) - _SCHEDULERS_OWN)
         more = sorted(set(saved) - set(live) - _SCHEDULERS_OWN)
-        of_torch = is_below(type(optimizer).__module__, ("torch.optim",))
-        if missing or (more and not of_torch):
-            differs = [f"lack {', '.join(missing)}"] if missing else []
-            differs += [f"have {', '.join(more)}"] if more else []
-            ledger.warn_once(
-                f"{ID}: load_state_dict of {type(optimizer).__name__}: the checkpoint's param groups {' and '.join(differs)}, so it "
-                f"was probably written by an optimizer of another class; its states mean something else there, and training "
-                f"would go on from wrong ones or stop at the next step; start without the optimizer's checkpoint, or with the "
-                f"class that wrote it"
+        # A release of the same class may have added a flag since; numbers and another class's keys are something else.
+        numbers = [name for name in missing if not isinstance(live[name], bool | None)]
+        if (numbers and more) or (_FLAGS_OF_TORCH.issubset(more) and not is_below(kind.__module__, ("torch.optim",))):
+            raise OptimizerClassError(
+                f"load_state_dict of {kind.__module__}.{kind.__qualname__}: the checkpoint was written by an optimizer of another "
+                f"class: its param groups have {', '.join(more)}, and lack {', '.join(missing) or 'nothing'}. Its states mean "
+                f"something else there, and training would go on from wrong ones or stop at the next step. Nothing was loaded; start "
+                f"without the optimizer's checkpoint, or set FUSEPATCH_OPTIMIZER_CLASS to the class that wrote it"
             )
-            return
 
 
-_SCHEDULERS_OWN = frozenset({"params", "param_names", "initial_lr", "swap_lr"})
+_SCHEDULERS_OWN = frozenset({"params", "param_names", "initial_lr", "swa_lr"})
 """Keys of a param group that are not the optimizer class's."""
+
+_FLAGS_OF_TORCH = frozenset({"foreach", "capturable", "differentiable"})
+"""What the groups of torch's adaptive classes have, AdamW's among them, and those of others do not."""
 
 
 def _judged_at_first_step(path: str, subject: str) -> Callable[[Any, Any, Any], None]:
@@ -181,7 +183,7 @@ def _judged_at_first_step(path: str, subject: str) -> Callable[[Any, Any, Any], 
         nonlocal judged
         if not judged:
             tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-            obstacle = refusals.obstacle(type(optimizer), tensors)
+            obstacle = refusals.obstacle(type(optimizer), tensors) or refusals.foreign_state(optimizer)
             if obstacle is not None:
                 raise _refusal(path, f"{subject}, at the first step", obstacle)
             judged = True
@@ -253,7 +255,7 @@ PATCH = Patch(
         "a **kwargs of the class gets the learning rate where no constructor names it, and nothing else that was not asked for",
         "the constructor runs on an object that was made as an AdamW; a metaclass that makes instances in its own way is refused",
         "frameworks that hand a configuration to DeepSpeed or Megatron construct no optimizer of torch, and are not reached",
-        "a checkpoint of another optimizer class does not fit: a warning says so where its param groups show it",
+        "the checkpoint of another optimizer class is refused where its param groups show that it is one",
         "the Trainer keeps embeddings in 32 bits for its own adamw_bnb_8bit; for a class by path it does not",
     ),
     sites=(
