@@ -11,11 +11,14 @@ from typing import Any
 import fusepatch
 from fusepatch import settings
 from fusepatch.engine import hooks
-from fusepatch.engine.patch import PatchRecord
+from fusepatch.engine.patch import Outcome, PatchRecord
 from fusepatch.patches import roles
 
 FORMAT = 1
 """Changes when a reader of the old form would misread the new one."""
+
+_BEFORE_THE_IMPORT = (Outcome.PENDING.value, Outcome.DISABLED.value)
+"""Outcomes that a site can have before its module is imported; any other one says that it has been."""
 
 _started = time.time()
 
@@ -28,7 +31,8 @@ def of_this_process(records: Sequence[PatchRecord]) -> dict[str, Any]:
     patches = [as_data(record) for record in records]
     sites = [site for patch in patches for site in patch["sites"]]
     for site in sites:
-        site["loaded"] = _is_loaded(site["module"])
+        # The hook that records an outcome runs while the import of its module is still under way.
+        site["loaded"] = site["outcome"] not in _BEFORE_THE_IMPORT or _is_loaded(site["module"])
     return {
         "format": FORMAT,
         "fusepatch": fusepatch.__version__,

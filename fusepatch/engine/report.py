@@ -117,7 +117,10 @@ def _complain(error: Exception) -> None:
 
 
 def _at_exit() -> None:
-    _write()
+    global _unwritten
+    if _name:  # a forked child in which nothing happened has no file
+        _unwritten = True
+        _write()
 
 
 def _in_child() -> None:
