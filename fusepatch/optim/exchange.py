@@ -233,7 +233,7 @@ def plan(
                 )
             )
         else:
-            kwargs[name] = value
+            kwargs[name] = tuple(value) if wanted is not None and isinstance(wanted.default, tuple) else value
             if name in asked and value != asked[name]:
                 text = f"{name}={_shown(value)} from {source} kept (it beats {_shown(asked[name])} in {ARGUMENTS})"
                 notes.append(Note("replaced", text))
@@ -299,9 +299,9 @@ def _fits(value: Any, default: Any) -> bool:
     if default is None or default is inspect.Parameter.empty:
         return True
     if isinstance(default, list | tuple):
-        return isinstance(value, list | tuple) and len(value) == len(default)
+        return isinstance(value, Sequence) and not isinstance(value, str) and len(value) == len(default)
     if isinstance(default, int | float):
-        return not isinstance(value, list | tuple | str)
+        return not isinstance(value, Sequence)
     return True
 
 

@@ -92,7 +92,7 @@ def _on_dtensors(kind: type[torch.optim.Optimizer], parameters: Iterable[torch.T
             "torchao.optim.AdamW8bit serves DTensors"
         )
     if _derives(kind, "torchao"):
-        offloaded = [p for p in sharded if p.to_local().device.type != p.device_mesh.device_type]
+        offloaded = [p for p in sharded if p.to_local().device.type not in (p.device_mesh.device_type, "meta")]
         if offloaded:
             return (
                 f"the parameters are DTensors of a {offloaded[0].device_mesh.device_type} mesh that are offloaded to the "

@@ -262,6 +262,13 @@ def test_a_class_that_forwards_its_keywords_gets_what_the_next_constructor_names
     assert planned.kwargs == {"lr": 0.5, "betas": (0.8, 0.9), "weight_decay": 0.2, "extra": 2, "amsgrad": True}
 
 
+def test_a_sequence_of_a_configuration_counts_as_the_tuple_that_it_stands_for() -> None:
+    from collections import UserList
+
+    given = {**RATE, "betas": Given(UserList([0.8, 0.9]), "framework")}
+    assert plan(torch.optim.NAdam, given).kwargs == {"lr": 0.5, "betas": (0.8, 0.9)}
+
+
 def test_json_lists_become_the_tuples_that_the_class_has() -> None:
     asked = {"betas": [0.7, 0.8]}
     assert plan(torch.optim.NAdam, TRAINER, asked).kwargs["betas"] == (0.7, 0.8)
