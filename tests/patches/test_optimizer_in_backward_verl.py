@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.metadata
 import importlib.util
 import os
@@ -30,7 +31,7 @@ MIDDLE = 10
 LENGTH = 8
 FLOAT32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
 
-if VERL >= "0.8":  # this verl takes its device from a registry, where the doors register a CPU
+if VERL >= "0.9":  # this verl takes its device from a registry, where the doors register a CPU
     os.environ.update({"VERL_USE_EXTERNAL_MODULES": "cpu_platform", "VERL_PLATFORM": "cpu"})
     sys.path.insert(0, str(DOORS))
 try:
@@ -118,8 +119,9 @@ class Seen(NamedTuple):
 
 
 def train(built: Any, steps: range, rank: int, **how: Any) -> list[float]:
-    from verl.workers.utils.losses import sft_loss
-
+    sft_loss = importlib.import_module(
+        "verl.workers.utils.losses" if VERL >= "0.7" else "verl.workers.roles.utils.losses"
+    ).sft_loss
     norms = []
     with built.train_mode():
         for step in steps:

@@ -28,22 +28,29 @@ PATCH = Patch(
     remove_when="the frameworks offer it themselves",
     variables=("FUSEPATCH_OPTIMIZER_IN_BACKWARD",),
     changes=(
-        "with FUSEPATCH_OPTIMIZER_IN_BACKWARD=1, each parameter of the transformers Trainer and its heirs is updated in backward by "
-        "the one real optimizer, and its gradient is freed; state, checkpoints and schedules are the ordinary ones, in both "
-        "directions",
+        "with FUSEPATCH_OPTIMIZER_IN_BACKWARD=1, each parameter of the transformers Trainer and of the trainers derived from it "
+        "(TRL's SFTTrainer; any with one backward per optimizer step) is updated in backward by the one real optimizer, and its "
+        "gradient is freed; state, checkpoints and schedules are the ordinary ones, in both directions",
+        "the same in verl's fsdp_sft_trainer and FSDP engine (sft_trainer) with optim.clip_grad=inf; its guard against a norm that "
+        "is not finite is kept for each gradient",
         "the framework's own step() and zero_grad() stay what they are and find nothing to do; parameters that were added or "
         "unfrozen later, and tied weights under re-entrant checkpointing, are updated there",
-        "gradient accumulation, max_grad_norm > 0 (1.0 is the Trainer's default), fp16, DDP, DataParallel, FSDP1, DeepSpeed, "
-        "offload, compiled autograd, auto_find_batch_size and optimizers whose step is not known to be per parameter are "
-        "refused before training, with the setting to change",
-        "a second backward before the step raises an error with the parameter's name",
+        "gradient accumulation, gradient clipping (max_grad_norm and optim.clip_grad are 1.0 by default), fp16, DDP, DataParallel, "
+        "FSDP1, DeepSpeed, offload, compiled autograd, auto_find_batch_size and optimizers whose step is not known to be per "
+        "parameter are refused before training, with the setting to change",
+        "a second backward before the step raises an error with the parameter's name; backward passes outside the training step "
+        "are ordinary ones",
     ),
     limits=(
-        "grad_norm is logged as 0 (transformers 5) or not at all",
+        "grad_norm is logged as 0 (transformers 5, verl) or not at all (transformers 4)",
         "step hooks (register_step_pre_hook, register_step_post_hook, global ones) run once per step, in the framework's own "
         "step(): the parameters are updated by then and the gradients gone",
         "a backward that raises in the middle leaves parameters of which some are updated",
-        "a loop that does not run through Trainer._inner_training_loop is not reached",
+        "a gradient that is not finite skips its own parameter in verl, where verl would skip the whole step; under FSDP2 each rank "
+        "looks at its own part of the gradient",
+        "a batch of several dynamic micro-batches in verl takes the ordinary step, and saves no memory",
+        "not reached: loops that do not run through Trainer._inner_training_loop, verl's PPO workers of before the engine, "
+        "verl's Megatron, VeOmni, Automodel and torchtitan engines",
     ),
     sites=(
         Site(
