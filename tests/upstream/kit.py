@@ -37,6 +37,7 @@ DOORS = {
     "axolotl_plugin": ("axolotl", ">=0.19"),
     "openrlhf_actor": ("openrlhf", ">=0.11"),
     "ray_driver": ("ray", ">=2.40"),
+    "ray_verl": ("verl", ">=0.7"),
 }
 """Which upstream each door needs, beside a Liger."""
 

@@ -41,16 +41,25 @@ def door(arguments: argparse.Namespace, prepare: Callable[[], None] = lambda: No
 
 def through_engine(name: str, folder: Path, fused_kernels: bool) -> dict[str, Any]:
     from observe import observe_model, observe_optimizer
-    from tiny import decoder_layer, save_tiny_model
+    from tiny import save_tiny_model
+
+    save_tiny_model(name, folder)
+    engine = construct(name, folder, fused_kernels=fused_kernels)
+    engine.initialize()
+    return {**observe_model(engine.module), "optimizer": observe_optimizer(engine.optimizer)}
+
+
+def construct(name: str, folder: Path, fused_kernels: bool = False, liger: bool = True) -> Any:
+    """The engine for the tiny model in `folder`, not initialised yet."""
+    from tiny import decoder_layer
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-    save_tiny_model(name, folder)
-    engine = FSDPEngineWithLMHead(
+    return FSDPEngineWithLMHead(
         model_config=HFModelConfig(
             path=str(folder),
-            use_liger=True,
+            use_liger=liger,
             use_remove_padding=False,
             use_fused_kernels=fused_kernels,
             fused_kernel_options={"impl_backend": "torch"} if fused_kernels else {},
@@ -64,8 +73,6 @@ def through_engine(name: str, folder: Path, fused_kernels: bool) -> dict[str, An
         optimizer_config=FSDPOptimizerConfig(lr=1e-5, total_training_steps=2),
         checkpoint_config=CheckpointConfig(),
     )
-    engine.initialize()
-    return {**observe_model(engine.module), "optimizer": observe_optimizer(engine.optimizer)}
 
 
 if __name__ == "__main__":
