@@ -123,7 +123,7 @@ def other_interpreters() -> list[str]:
 
 
 def works(python: str) -> bool:
-    done = run([python, "-c", "import importlib.util as u; print(u.find_spec('fusepatch'))"])
+    done = run([python, "-I", "-c", "import importlib.util as u; print(u.find_spec('fusepatch'))"])
     return done.stdout == "None\n"
 
 
