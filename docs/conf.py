@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from fusepatch import __version__
+from importlib.metadata import version as installed_version
 
 project = "fusepatch"
-release = version = __version__
+release = version = installed_version(project)
 extensions = ["myst_parser", "sphinx_copybutton"]
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["_build"]
