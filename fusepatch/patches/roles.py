@@ -7,6 +7,10 @@ import sys
 from collections.abc import Mapping
 
 
+_actor = ""
+"""The class of the actor that this process is, once it is known."""
+
+
 def role() -> str:
     """One phrase, such as `Ray actor TrainingWorker` or `torchrun: train.py`. Imports nothing and calls into no library.
 
@@ -38,8 +42,11 @@ def _ray_worker() -> str | None:
     worker = getattr(module, "global_worker", None)
     if worker is None or getattr(worker, "mode", None) != getattr(module, "WORKER_MODE", 1):
         return None
+    # Ray takes the actor out again before the interpreter ends, when the last report is written.
+    global _actor
     actors = [type(actor).__name__ for actor in list(getattr(worker, "actors", {}).values())]
-    return f"Ray actor {actors[0]}" if actors else "Ray worker"
+    _actor = actors[0] if actors else _actor
+    return f"Ray actor {_actor}" if _actor else "Ray worker"
 
 
 def _launcher(environ: Mapping[str, str]) -> str:
