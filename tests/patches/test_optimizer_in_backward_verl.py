@@ -143,7 +143,8 @@ def run(
         built.initialize()
         if resume is not None:
             built.checkpoint_manager.load_checkpoint(local_path=str(resume), del_local_after_load=False)
-            for _ in range(MIDDLE):  # verl saves the schedule with the random states, which the CPU does not have
+            # Later releases save the schedule with the random states, which the CPU does not have.
+            while built.lr_scheduler.last_epoch < MIDDLE:
                 built.lr_scheduler.step()
         norms = train(built, range(MIDDLE if resume else 0, min(MIDDLE, steps)), rank, **how)
         if save is not None:
