@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import re
 import shutil
@@ -86,6 +87,24 @@ def test_start_can_be_called_by_anyone_at_any_time() -> None:
         assert fresh(code, env={"FUSEPATCH": switch}, check=True).stdout.split() == seen
     late = "import sys, os, trl, fusepatch_startup; os.environ['FUSEPATCH'] = '1'; fusepatch_startup.start()"
     assert fresh(f"{late}; print('fusepatch' in sys.modules)", check=True).stdout == "True\n"
+
+
+def test_loading_the_module_is_enough_for_an_entry_point() -> None:
+    code = """
+        import importlib, sys, trl
+        sys.modules.pop("fusepatch_startup", None)  # the .pth file found no FUSEPATCH when this process began
+        import os
+        os.environ["FUSEPATCH"] = SWITCH
+        importlib.import_module("fusepatch_startup")
+        print("fusepatch" in sys.modules)
+    """
+    for switch, active in (("", "False"), ("0", "False"), ("1", "True")):
+        assert fresh(code.replace("SWITCH", repr(switch)), check=True).stdout.split() == [active]
+
+
+def test_verls_plugins_are_given_the_start_up_module() -> None:
+    found = importlib.metadata.distribution("fusepatch").entry_points.select(group="verl.plugins")
+    assert {(entry.name, entry.value) for entry in found} == {("fusepatch", "fusepatch_startup")}
 
 
 def test_the_package_comes_with_the_first_import_of_an_upstream() -> None:

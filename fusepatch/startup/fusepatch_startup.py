@@ -14,7 +14,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:  # what is imported here is paid for by every child; `os` and `sys` are loaded before it
     from importlib.machinery import ModuleSpec
 
-TRIGGERS = frozenset({"liger_kernel", "ray", "torch", "transformers", "trl"})
+TRIGGERS = frozenset({"liger_kernel", "ray", "torch", "transformers", "trl", "verl"})
 """Top-level import names that bring the package in: torch, and every upstream that a patch has a site in."""
 
 

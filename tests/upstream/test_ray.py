@@ -410,6 +410,16 @@ def test_what_is_switched_off_leaves_ray_init_alone(cluster: Cluster, how: str) 
     assert (worker["patched"], worker["variables"]) == (False, {})
 
 
+def test_a_driver_of_rays_own_is_left_alone(cluster: Cluster) -> None:
+    code = f"""
+        import fusepatch, ray
+        ray.init({cluster.address!r}, _skip_env_hook=True)
+        show(workers())
+    """
+    ((worker,),) = drive(code).seen
+    assert (worker["patched"], worker["variables"]) == (False, {})
+
+
 def start_up_file() -> bool:
     """Whether this environment has the start-up file, which switches on workers that no hook reaches."""
     return (Path(sysconfig.get_path("purelib")) / "fusepatch.pth").exists()
