@@ -183,7 +183,7 @@ def _patches(process: dict[str, Any]) -> tuple[str, str]:
     targets = _loaded_in(process)
     if not targets:
         return "nothing loaded", "no target is loaded in this process"
-    parts: list[str] = []
+    wrong, called, uncalled = [], [], []
     for patch in process["patches"]:
         own = [target for target in targets if target.patch == patch["id"]]
         upstreams = ", ".join(
@@ -192,9 +192,12 @@ def _patches(process: dict[str, Any]) -> tuple[str, str]:
         )
         others = sorted({target.outcome.value for target in own if target.outcome is not Outcome.APPLIED})
         if others:
-            parts.insert(0, f"{patch['id']} {', '.join(others)} ({upstreams})")
+            wrong.append(f"{patch['id']} {', '.join(others)} ({upstreams})")
+        elif own and patch["calls"]:
+            called.append(f"{patch['id']} {_count(patch['calls'], 'call')} ({upstreams})")
         elif own:
-            parts.append(f"{patch['id']} {_count(patch['calls'], 'call')} ({upstreams})")
+            uncalled.append(patch["id"])
+    parts = [*wrong, *called, *([f"without a call: {', '.join(uncalled)}"] if uncalled else [])]
     if any(target.wrong for target in targets):
         outcome = "NOT APPLIED"
     else:

@@ -120,22 +120,24 @@ def test_a_thread_that_finds_another_one_writing_goes_on_and_its_change_is_writt
     tmp_path: Path, now: list[float]
 ) -> None:
     writing, go_on = threading.Event(), threading.Event()
+    told_to_go_on = []
     counter = Counter()
 
     def content() -> dict[str, Any]:
         found = counter()
         if len(counter.asked) == 1:
             writing.set()
-            assert go_on.wait(30)
+            told_to_go_on.append(go_on.wait(10))
         return found
 
     report.begin(str(tmp_path), content)
     slow = threading.Thread(target=counter.count)
     slow.start()
     assert writing.wait(30)
-    counter.count()  # would wait forever if it waited for the other thread
+    counter.count()
     go_on.set()
     slow.join(30)
+    assert told_to_go_on == [True]  # False where this thread waited for the other one
     assert read(tmp_path) == [{"times": 2}]
 
 
