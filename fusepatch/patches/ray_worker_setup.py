@@ -87,13 +87,13 @@ def _merged(given: Mapping[str, Any], submitted: Mapping[str, Any], client: bool
         return merged
     ours = {name: value for name, value in _variables().items() if name not in stated}
     merged["env_vars"] = {**theirs, **ours}
-    hook = given.get("worker_process_setup_hook")
     processed = theirs.get(PROCESSED_HOOK, "")
+    hook = processed or given.get("worker_process_setup_hook")
     obstacle = _obstacle(given, submitted, client, processed)
     if obstacle is None:
         merged["env_vars"].pop(PROCESSED_HOOK, None)
-        merged["worker_process_setup_hook"] = _by_value(fusepatch_worker_setup, processed or hook)
-        before = f", which runs before {processed or getattr(hook, '__name__', hook)}" if hook else ""
+        merged["worker_process_setup_hook"] = _by_value(fusepatch_worker_setup, hook)
+        before = f", which runs before {getattr(hook, '__name__', hook)}" if hook else ""
         ledger.replaced(ID, f"ray.init: worker_process_setup_hook: fusepatch's own{before}")
     else:
         text = (

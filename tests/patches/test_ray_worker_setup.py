@@ -99,8 +99,9 @@ def test_where_ray_takes_no_hook_the_variables_travel_and_one_warning_says_so(
     assert reason in notes()
 
 
-def test_a_name_that_ray_has_processed_is_a_hook_again() -> None:
-    given = {HOOK: "a.b", "env_vars": {ray_worker_setup.PROCESSED_HOOK: "a.b"}}
+@pytest.mark.parametrize("field", [{HOOK: "a.b"}, {}], ids=["both", "the variable alone"])
+def test_a_name_that_ray_has_processed_is_a_hook_again(field: dict[str, str]) -> None:
+    given = {**field, "env_vars": {ray_worker_setup.PROCESSED_HOOK: "a.b"}}
     result = merged(given)
     assert result["env_vars"] == OURS
     assert result[HOOK].__defaults__ == ("a.b",)
