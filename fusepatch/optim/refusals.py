@@ -17,10 +17,6 @@ from fusepatch.optim.capability import dtensor_type
 if TYPE_CHECKING:
     import torch
 
-TORCHAO_WITHOUT_DTENSOR = ("Adam4bit", "AdamW4bit", "AdamFp8", "AdamWFp8")
-"""torchao's classes whose states no sharding rule knows: their first step on a DTensor raises (torchao 0.18 with torch 2.13).
-The 8-bit ones were measured with FSDP2: steps, distributed and plain checkpoints, one and two ranks."""
-
 BITSANDBYTES_KERNEL = "bitsandbytes::optimizer_update_8bit_blockwise"
 
 
@@ -35,6 +31,17 @@ def obstacle(kind: type[torch.optim.Optimizer], parameters: Collection[torch.Ten
         or _on_dtensors(kind, parameters)
         or _without_kernel(kind, parameters)
     )
+
+
+def caution(kind: type[torch.optim.Optimizer], parameters: Iterable[torch.Tensor]) -> str | None:
+    """What will go wrong later although the steps are right, as words for a sentence."""
+    # Set by torch on FSDP1's flat parameters and on the views of them that modules keep.
+    if _derives(kind, "torchao") and any(getattr(parameter, "_fsdp_flattened", False) for parameter in parameters):
+        return (
+            "the parameters are FSDP1's, whose optim_state_dict cannot gather its states: a checkpoint that accelerate or the Trainer "
+            "makes through it will fail (axolotl#2744, pytorch/ao#1185); save once early in the run, or use FSDP2"
+        )
+    return None
 
 
 def foreign_state(optimizer: torch.optim.Optimizer) -> str | None:
@@ -85,11 +92,6 @@ def _on_dtensors(kind: type[torch.optim.Optimizer], parameters: Iterable[torch.T
         return (
             "the parameters are DTensors (FSDP2), and bitsandbytes' kernels take plain tensors only: they raise at the first step "
             "or read memory that is not theirs (bitsandbytes#1633); torchao.optim.AdamW8bit serves DTensors"
-        )
-    if _derives(kind, "torchao", TORCHAO_WITHOUT_DTENSOR):
-        return (
-            "the parameters are DTensors (FSDP2), and its states have no rule for them, so the first step raises; "
-            "torchao.optim.AdamW8bit serves DTensors"
         )
     if _derives(kind, "torchao"):
         offloaded = [p for p in sharded if p.to_local().device.type not in (p.device_mesh.device_type, "meta")]

@@ -89,6 +89,9 @@ def _exchange(
     obstacle = refusals.obstacle(kind, tensors)
     if obstacle is not None:
         raise _refusal(path, subject, obstacle)
+    caution = refusals.caution(kind, tensors)
+    if caution is not None:
+        ledger.warn_once(f"{ID}: {subject}: FUSEPATCH_OPTIMIZER_CLASS={path} is constructed, but {caution}")
     if kind is type(optimizer):
         _tell(subject, planned.notes)
         return proceed(optimizer, params, **{**dict(arguments), **planned.kwargs})
@@ -244,9 +247,9 @@ PATCH = Patch(
         "the framework's learning rate, betas, weight decay and param groups carry over where the class takes them; what the "
         "framework passes of itself (fused=True, eps=1e-8) does not, and what the class does not take is left out and recorded",
         "FUSEPATCH_OPTIMIZER_KWARGS is checked against the constructor's signature before anything is constructed",
-        "a class that cannot be imported, is no optimizer, lacks an argument, or cannot train these parameters (bitsandbytes and "
-        "the 4-bit and float8 states of torchao on DTensors, torchao on offloaded DTensors, SparseAdam, Muon with biases, a step "
-        "that needs a closure) is an error at the construction, with the reason",
+        "a class that cannot be imported, is no optimizer, lacks an argument, or cannot train these parameters (bitsandbytes on "
+        "DTensors, torchao on offloaded DTensors, SparseAdam, Muon with biases, a step that needs a closure) is an error at the "
+        "construction, with the reason",
         "one of torch's classes then gets fused and foreach as optimizer.flags decides",
     ),
     limits=(
