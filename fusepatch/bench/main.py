@@ -8,12 +8,13 @@ import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 import fusepatch
-from fusepatch.bench import report
+from fusepatch.bench import optimizer, report
+from fusepatch.bench.arguments import BenchError, names, positive, repeats
 from fusepatch.bench.cases import (
     CASES,
     CPU_SHAPE,
@@ -27,7 +28,6 @@ from fusepatch.bench.cases import (
 )
 from fusepatch.bench.processes import Peer, PeerError, Worker, read_peer
 from fusepatch.bench.report import Row, Section
-from fusepatch.errors import FusepatchError
 
 FAILED = 1
 """Exit status where a check failed."""
@@ -53,25 +53,27 @@ exit status: 0; 1 where a check failed; 2 for wrong arguments
 """
 
 
-class BenchError(FusepatchError):
-    """The benchmark cannot start as asked."""
-
-
 def main(arguments: Sequence[str], program: str) -> int:
     """Run `bench ARGUMENTS`; ``program`` is what the help shows before `bench`. Returns the exit status."""
     options = _parser(program).parse_args(arguments)
+    _check_paths(options.json, options.markdown, getattr(options, "plot", None))
+    command = shlex.join(["python", "-m", "fusepatch", "bench", *arguments])
+    if options.what == "optimizer":
+        return optimizer.run(options, command)
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise BenchError(
             "--plot needs matplotlib, which is not installed. Nothing was measured: install it, or leave --plot out."
         )
-    for path in (options.json, options.markdown, options.plot):
+    peers = _peers(options)
+    with tempfile.TemporaryDirectory(prefix="fusepatch-bench-") as folder:
+        return _run(options, peers, command, folder)
+
+
+def _check_paths(*paths: str | None) -> None:
+    for path in paths:
         parent = os.path.dirname(os.path.abspath(path)) if path else "."
         if not os.path.isdir(parent):
             raise BenchError(f"{path} cannot be written: there is no folder {parent}. Nothing was measured.")
-    peers = _peers(options)
-    command = shlex.join(["python", "-m", "fusepatch", "bench", *arguments])
-    with tempfile.TemporaryDirectory(prefix="fusepatch-bench-") as folder:
-        return _run(options, peers, command, folder)
 
 
 def _parser(program: str) -> argparse.ArgumentParser:
@@ -92,11 +94,11 @@ def _parser(program: str) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     for name, text in (("batch", "sequences"), ("length", "tokens of each"), ("hidden", "size of a hidden state")):
-        grpo.add_argument(f"--{name}", type=_positive, metavar="N", help=text)
-    grpo.add_argument("--vocabulary", type=_positive, nargs="+", metavar="N", help="one or several")
+        grpo.add_argument(f"--{name}", type=positive, metavar="N", help=text)
+    grpo.add_argument("--vocabulary", type=positive, nargs="+", metavar="N", help="one or several")
     grpo.add_argument("--dtype", choices=TOLERANCES)
-    grpo.add_argument("--cases", type=_names(CASES), default=tuple(CASES), metavar="NAME,...")
-    grpo.add_argument("--peers", type=_names(PEERS), default=tuple(PEERS), metavar="NAME,...")
+    grpo.add_argument("--cases", type=names(CASES), default=tuple(CASES), metavar="NAME,...")
+    grpo.add_argument("--peers", type=names(PEERS), default=tuple(PEERS), metavar="NAME,...")
     grpo.add_argument(
         "--peer",
         action="append",
@@ -104,38 +106,14 @@ def _parser(program: str) -> argparse.ArgumentParser:
         metavar="NAME=PATH",
         help="a wheel or folder that comes first on that peer's path; a NAME with a label (liger-0.8.3) is one more peer",
     )
-    grpo.add_argument("--repeats", type=_repeats, default=3, metavar="N", help="at least 3, the default")
+    grpo.add_argument("--repeats", type=repeats, default=3, metavar="N", help="at least 3, the default")
     grpo.add_argument("--json", metavar="FILE", help="write everything measured")
     grpo.add_argument(
         "--markdown", metavar="FILE", nargs="?", const="-", help="write the tables; to stdout without FILE"
     )
     grpo.add_argument("--plot", metavar="FILE.png", help="write a plot; needs matplotlib")
+    optimizer.add_parser(what)
     return parser
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, found {text}")
-    return value
-
-
-def _repeats(text: str) -> int:
-    value = int(text)
-    if value < 3:
-        raise argparse.ArgumentTypeError(f"must be at least 3, so that there is a spread to see; found {text}")
-    return value
-
-
-def _names(known: Sequence[str] | dict[str, Any]) -> Callable[[str], tuple[str, ...]]:
-    def read(text: str) -> tuple[str, ...]:
-        names = tuple(name.strip() for name in text.split(",") if name.strip())
-        unknown = [name for name in names if name not in known]
-        if unknown or not names:
-            raise argparse.ArgumentTypeError(f"found {', '.join(unknown) or 'none'}; wanted some of {', '.join(known)}")
-        return names
-
-    return read
 
 
 def _peers(options: argparse.Namespace) -> list[Peer]:
@@ -252,7 +230,4 @@ def _write(options: argparse.Namespace, document: dict[str, Any], sections: Sequ
     )
     for path, text in texts:
         if path not in (None, "-"):
-            # Written after each case, so that a run that is stopped leaves what it has.
-            with open(f"{path}.part", "w", encoding="utf-8") as file:
-                file.write(text)
-            os.replace(f"{path}.part", path)
+            report.write(path, text)  # after each case, so that a run that is stopped leaves what it has

@@ -48,14 +48,14 @@ def read_peer(text: str) -> Peer:
 
 
 class Worker:
-    """A peer's process. After its end every answer says so; stderr is kept for that."""
+    """A peer's process, which runs `module`. After its end every answer says so; stderr is kept for that."""
 
-    def __init__(self, peer: Peer, folder: str) -> None:
+    def __init__(self, peer: Peer, folder: str, module: str = "fusepatch.bench.worker") -> None:
         self.peer = peer
         self._errors: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115
         paths = [] if peer.path is None else [_unpacked(peer.path, os.path.join(folder, peer.name))]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "fusepatch.bench.worker", peer.implementation, *paths],
+            [sys.executable, "-m", module, peer.implementation, *paths],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -118,24 +119,24 @@ def cells(section: Section) -> list[list[str]]:
                 name,
                 f"{min(row.times):.4g}",
                 f"{row.median:.4g}",
-                _ratio_text(ratio(row, floor)),
+                ratio_text(ratio(row, floor)),
                 *(
-                    "" if base is row else _ratio_text(None if (found := ratio(row, base)) is None else 1 / found)
+                    "" if base is row else ratio_text(None if (found := ratio(row, base)) is None else 1 / found)
                     for base in baselines(section)
                 ),
-                _gib(row.memory.get("peak_bytes")),
-                _gib(row.memory.get("above_inputs_bytes")),
+                gib(row.memory.get("peak_bytes")),
+                gib(row.memory.get("above_inputs_bytes")),
                 _check_text(row),
             ]
         )
     return result
 
 
-def _ratio_text(value: float | None) -> str:
+def ratio_text(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def _gib(value: int | None) -> str:
+def gib(value: int | None) -> str:
     return "-" if value is None else f"{value / GIB:.2f}"
 
 
@@ -147,6 +148,13 @@ def _check_text(row: Row) -> str:
     return f"{'passed' if row.passed else 'FAILED CHECK'}: {found} (at most {row.check['tolerance']:g})"
 
 
+def write(path: str, text: str) -> None:
+    """Write a whole file, or leave what was there."""
+    with open(f"{path}.part", "w", encoding="utf-8") as file:
+        file.write(text)
+    os.replace(f"{path}.part", path)
+
+
 def print_section(section: Section) -> None:
     print(f"\n{section.title}\n")
     terminal.print_table(headings(section), cells(section), max(terminal.width(), 150))
@@ -156,13 +164,13 @@ def markdown(document: dict[str, Any], sections: Sequence[Section]) -> str:
     """The tables in Markdown, with the command and the machine."""
     lines = [machine_text(document), "", "```", document["command"], "```"]
     for section in sections:
-        lines += ["", f"### {section.title}", "", _markdown_row(headings(section))]
-        lines.append(_markdown_row(["---", *["---:"] * (len(headings(section)) - 2), "---"]))
-        lines += [_markdown_row(row) for row in cells(section)]
+        lines += ["", f"### {section.title}", "", markdown_row(headings(section))]
+        lines.append(markdown_row(["---", *["---:"] * (len(headings(section)) - 2), "---"]))
+        lines += [markdown_row(row) for row in cells(section)]
     return "\n".join(lines) + "\n"
 
 
-def _markdown_row(texts: Sequence[str]) -> str:
+def markdown_row(texts: Sequence[str]) -> str:
     return "| " + " | ".join(text.replace("|", "\\|") for text in texts) + " |"
 
 
@@ -195,7 +203,7 @@ def _section_data(section: Section) -> dict[str, Any]:
                 "milliseconds": row.repeats,
                 "minimum": min(row.times, default=None),
                 "median": row.median if row.times else None,
-                "check": None if row.check is None else {name: _finite(value) for name, value in row.check.items()},
+                "check": None if row.check is None else {name: finite(value) for name, value in row.check.items()},
                 **row.memory,
                 "times_floor": ratio(row, floor),
                 "times_baseline": {base.peer: ratio(row, base) for base in baselines(section)},
@@ -209,7 +217,7 @@ def _section_data(section: Section) -> dict[str, Any]:
     }
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     # JSON has no NaN.
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
-import platform
 import sys
 import time
 from collections.abc import Callable
@@ -19,6 +17,7 @@ from typing import Any
 
 import torch
 
+from fusepatch.bench.answering import answering, machine, milliseconds, problem
 from fusepatch.bench.cases import CASES, TOLERANCES, Shape
 from fusepatch.bench.inputs import Inputs, errors, make_inputs
 from fusepatch.bench.peers import IMPLEMENTATIONS, DoesNotApplyError, Maker, NotInstalledError, Step
@@ -33,25 +32,18 @@ FEWEST, MOST = 3, 10
 def main() -> None:
     name, *paths = sys.argv[1:]
     sys.path[0:0] = paths
-    # Libraries print; the answers have the real stdout to themselves.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-
-    def answer(value: dict[str, Any]) -> None:
-        answers.write(json.dumps(value) + "\n")
-        answers.flush()
-
+    answer = answering()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     implementation = IMPLEMENTATIONS[name]
     loaded: Maker | None = None
-    hello = _guarded(lambda: {"version": implementation.version(), "machine": _machine(device)})
+    hello = _guarded(lambda: {"version": implementation.version(), "machine": machine(device)})
     if "problem" not in hello:
         try:
             loaded = implementation.load()
         except NotInstalledError as error:
             hello |= {"problem": "not installed", "reason": str(error)}
         except Exception as error:
-            hello |= _problem(error)
+            hello |= problem(error)
     answer(hello)
     for line in sys.stdin:
         command = json.loads(line)
@@ -66,11 +58,7 @@ def _guarded(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     except DoesNotApplyError as error:
         return {"problem": DOES_NOT_APPLY, "reason": str(error)}
     except Exception as error:
-        return _problem(error)
-
-
-def _problem(error: Exception) -> dict[str, Any]:
-    return {"problem": "error", "reason": " ".join(f"{type(error).__name__}: {error}".split())[:500]}
+        return problem(error)
 
 
 def _run(command: dict[str, Any], make: Maker, device: torch.device) -> dict[str, Any]:
@@ -148,41 +136,12 @@ def _times(step: Step, inputs: Inputs, device: torch.device) -> list[float]:
 
 def _time(step: Step, inputs: Inputs, device: torch.device) -> float:
     _zero_grad(inputs)
-    if device.type != "cuda":
-        start = time.perf_counter()
-        step()
-        return (time.perf_counter() - start) * 1000
-    event: Callable[..., Any] = torch.cuda.Event
-    first, last = event(enable_timing=True), event(enable_timing=True)
-    torch.cuda.synchronize()
-    first.record()
-    step()
-    last.record()
-    torch.cuda.synchronize()
-    return float(first.elapsed_time(last))
+    return milliseconds(step, device)
 
 
 def _clear(device: torch.device) -> None:
     gc.collect()
     _release(device)
-
-
-def _machine(device: torch.device) -> dict[str, Any]:
-    try:
-        import triton
-    except ImportError:
-        triton_version = None
-    else:
-        triton_version = triton.__version__
-    gpu = device.type == "cuda"
-    return {
-        "device": torch.cuda.get_device_name() if gpu else f"CPU, {torch.get_num_threads()} threads",
-        "cuda": gpu,
-        "memory_bytes": torch.cuda.get_device_properties(device).total_memory if gpu else 0,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": triton_version,
-    }
 
 
 if __name__ == "__main__":
