@@ -102,6 +102,9 @@ def test_a_process_that_is_killed_right_after_an_import_has_reported_it(tmp_path
     fresh(code, env=environment(tmp_path))
     (record,) = processes(tmp_path)
     assert seen(record) == ("-c", 0, "APPLIED")
+    assert [
+        site["module"] for site in patch(record)["sites"] if site["outcome"] == "APPLIED" and not site["loaded"]
+    ] == []
 
 
 def test_an_ordinary_end_writes_every_call(tmp_path: Path) -> None:
