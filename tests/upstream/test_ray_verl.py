@@ -54,6 +54,18 @@ class TestWorkerGroup:
         assert norms[0] == pytest.approx(norms[1], rel=1e-6)
 
 
+def test_trinitys_engine_in_its_actors_is_patched_too() -> None:
+    needs("trinity_engine")
+    seen = open_door("ray_verl", "--trinity", variables=("LIGER_SWIGLU=0",))
+    assert len(seen.models) == 2
+    for rank in seen.models.values():
+        assert [fused(rank), fused(rank["step"])] == [True, True]
+        assert rank["liger"]["rms_norm"]
+        assert not rank["liger"]["mlp"]
+        told = "\n".join(rank["fusepatch"]["liger.instance_flags"]["replaced"])
+        assert "swiglu: True from trinity.trainer.verl.monkey_patch" in told
+
+
 def both() -> tuple[Seen, Seen]:
     plain = open_door("ray_verl", "--fused-kernels", patched=False)
     return plain, open_door("ray_verl", "--fused-kernels")

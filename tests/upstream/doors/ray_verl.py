@@ -24,6 +24,9 @@ RANKS = 2
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fused-kernels", action="store_true", help="model.use_fused_kernels, the torch backend")
+    parser.add_argument(
+        "--trinity", action="store_true", help="the engine as Trinity-RFT 0.6 changes it in its workers"
+    )
     script.run(door, parser)
 
 
@@ -46,7 +49,7 @@ def door(arguments: argparse.Namespace) -> dict[str, Any]:
             ray_cls_with_init=RayClassWithInitArgs(cls=ray.remote(EngineWorker)),
             use_gpu=False,
         )
-        seen = group.train(folder, arguments.fused_kernels)
+        seen = group.train(folder, arguments.fused_kernels, arguments.trinity)
     ray.shutdown()
     return {"door": "ray_verl", "models": {f"rank {rank}": one for rank, one in enumerate(seen)}}
 

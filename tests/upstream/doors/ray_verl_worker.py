@@ -14,7 +14,7 @@ class EngineWorker(Worker):
     """Takes one step of supervised fine-tuning in verl's engine, then builds one with Liger."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def train(self, folder: str, fused_kernels: bool) -> dict[str, Any]:
+    def train(self, folder: str, fused_kernels: bool, trinity: bool) -> dict[str, Any]:
         import functools
         import sys
 
@@ -25,6 +25,10 @@ class EngineWorker(Worker):
         from verl_engine import construct
 
         torch.distributed.init_process_group("gloo")
+        if trinity:
+            from trinity_engine import take_over_the_engine
+
+            take_over_the_engine()
         engine = construct("qwen3", Path(folder), liger=False)
         engine.initialize()
         with engine.train_mode():
