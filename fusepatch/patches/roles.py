@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Mapping
 
-
 _actor = ""
 """The class of the actor that this process is, once it is known."""
 
