@@ -190,9 +190,7 @@ def _compute(call: _Call) -> PolicyLoss:
     num_items = _global_number_of_items(call)
     if _collective_in_policy(call) and num_items is None:
         # The policy must then be called equally often on every rank, however many rows each has.
-        traits = dataclasses.replace(
-            traits, separable=False, separable_by_sequence=False, fixed_coefficients=False
-        )
+        traits = dataclasses.replace(traits, separable=False, separable_by_sequence=False, fixed_coefficients=False)
     ratio = call.get("vllm_is_ratio")
     if ratio is not None and ratio.dim() == 1:
         ratio = ratio.unsqueeze(-1)
