@@ -6,6 +6,7 @@ torchao compiles its step; in the Trainers it runs the same code eagerly here, s
 from __future__ import annotations
 
 import importlib.util
+import io
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -193,7 +194,10 @@ def served(rank: int, path: str) -> tuple[Any, ...]:
         exchanged = Sharded(torch.optim.AdamW)
         assert type(exchanged.optimizer) is kind_at(path)
         exchanged.train(range(3))
-        saved = dcp.get_state_dict(exchanged.model, exchanged.optimizer)
+        file = io.BytesIO()  # what get_state_dict returns are the live tensors
+        torch.save(dcp.get_state_dict(exchanged.model, exchanged.optimizer), file)
+        file.seek(0)
+        saved = torch.load(file, weights_only=False)
         resumed = Sharded(torch.optim.AdamW)
         dcp.set_state_dict(resumed.model, resumed.optimizer, model_state_dict=saved[0], optim_state_dict=saved[1])
         return ordinary, exchanged.train(range(3, 6)), resumed.train(range(3, 6))
