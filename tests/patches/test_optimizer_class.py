@@ -361,6 +361,17 @@ print(type(made).__name__, made.param_groups[0]["fused"])
     assert done.stdout.split() == [name, str(None if disable == "optimizer.flags" else True)]
 
 
+def test_both_patches_hold_in_the_modules_that_they_share() -> None:
+    code = """
+        import fusepatch
+        import torch
+        sites = [site for patch in fusepatch.status() if patch.id in ("optimizer.class", "optimizer.flags") for site in patch.sites]
+        print(sorted((site.patch, site.outcome.value) for site in sites if site.module == "torch.optim.adamw"))
+    """
+    done = fresh(code, env={"PYTHONPATH": str(CHECKOUT)}, check=True)
+    assert done.stdout.strip() == "[('optimizer.class', 'APPLIED'), ('optimizer.flags', 'APPLIED')]"
+
+
 @pytest.mark.parametrize(
     ("variables", "found"),
     [
