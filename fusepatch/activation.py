@@ -163,8 +163,11 @@ def _page(patch: Patch, record: PatchRecord, read: settings.Settings, where: str
 
 
 def summary() -> str:
-    """One line: what is applied, what waits for an import, what is not applied, where to look."""
-    records = status()
+    """One line: what is applied, what waits for an import, what is not applied, where to look.
+
+    A patch none of whose libraries is installed is left out.
+    """
+    records = [record for record in status() if _concerns_this_environment(record)]
     applied = [record.id for record in records if record.outcome is Outcome.APPLIED]
     waiting = [record.id for record in records if record.outcome is Outcome.PENDING]
     told = (Outcome.APPLIED, Outcome.PENDING)
@@ -175,6 +178,10 @@ def summary() -> str:
     if others:
         parts.append(f"not applied: {', '.join(others)}")
     return f"{'; '.join(parts)}. `python -m fusepatch status` and `fusepatch.status()` say why."
+
+
+def _concerns_this_environment(record: PatchRecord) -> bool:
+    return record.outcome is not Outcome.ABSENT or any(site.version is not None for site in record.sites)
 
 
 def describe_site(site: SiteRecord) -> str:

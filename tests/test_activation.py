@@ -162,6 +162,8 @@ def test_the_one_line_tells_what_waits_from_what_is_not_applied() -> None:
     assert IDS[0] not in waiting
     if importlib.util.find_spec("torch") is not None:
         assert "optimizer.flags" in waiting
+    if importlib.util.find_spec("ray") is None:
+        assert "ray.worker_setup" not in line
 
 
 def test_many_threads_activating_at_once_are_one_activation() -> None:

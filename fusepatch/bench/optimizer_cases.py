@@ -31,5 +31,6 @@ class Size:
         return self.blocks * (8 * self.hidden * self.hidden + 5 * self.hidden)
 
 
-GPU_HIDDEN, GPU_ROWS, GPU_MILLIONS = 2048, 8192, 800
+GPU_HIDDEN, GPU_ROWS, GPU_MILLIONS = 2048, 1024, 800
+"""Few rows, so that gradients and not activations are what a step's memory is made of."""
 CPU_HIDDEN, CPU_ROWS, CPU_MILLIONS = 128, 16, 1

@@ -148,7 +148,7 @@ def becomes_zero(eps: float, parameters: Iterable[torch.Tensor]) -> str | None:
 
 
 def _kernel_obstacle(name: str, device: str, dtype: torch.dtype) -> str | None:
-    refused = name == "Adagrad" and device == "cuda" and _in_releases(NO_FUSED_ADAGRAD_ON_CUDA)
+    refused = name == "Adagrad" and device == "cuda" and in_releases(NO_FUSED_ADAGRAD_ON_CUDA)
     if refused or device not in _fused_devices() or not _has_kernel(name, device):
         return f"this torch has no fused {name} for parameters on {device}"
     if str(dtype).removeprefix("torch.") not in FUSED_DTYPES:
@@ -213,7 +213,7 @@ def _caution(
             return f"nothing is known about fused kernels on parameters of type {kind.__module__}.{kind.__qualname__}"
     meshes = {p.device_mesh for p in parameters if isinstance(p, distributed)} if distributed is not None else set()
     for fault in DTENSOR_FAULTS if meshes else ():
-        if (not fault.several_meshes or len(meshes) > 1) and _in_releases(fault.releases):
+        if (not fault.several_meshes or len(meshes) > 1) and in_releases(fault.releases):
             return fault.text
     on_cpu = any(device == "cpu" for _, device, _ in kinds)
     if on_cpu and any(device not in ("cpu", "meta") for device in (*devices, *(mesh.device_type for mesh in meshes))):
@@ -239,7 +239,8 @@ def dtensor_type() -> type[Any] | None:
 
 
 @functools.lru_cache(maxsize=16)
-def _in_releases(specifier: str) -> bool:
+def in_releases(specifier: str) -> bool:
+    """Whether torch's version is within a specifier."""
     import torch
     from packaging.specifiers import SpecifierSet
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -234,8 +235,20 @@ class InBackward:
         left = set(leave)
         hooked = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and p not in left]
         self.number_of_parameters = len(hooked)
-        self._handles: list[RemovableHandle] = [p.register_post_accumulate_grad_hook(self._update) for p in hooked]
+        self._handles: list[RemovableHandle] = [p.register_post_accumulate_grad_hook(self._hook()) for p in hooked]
         self._handles.append(optimizer.register_step_post_hook(self._step_ended))
+
+    def _hook(self) -> Callable[[torch.Tensor], None]:
+        # The garbage collector does not see through a parameter's hooks: one that held this object, and with it the optimizer
+        # and all parameters, would keep them in memory for good. The optimizer's own hook keeps this object.
+        this = weakref.ref(self)
+
+        def update(parameter: torch.Tensor) -> None:
+            alive = this()
+            if alive is not None:
+                alive._update(parameter)
+
+        return update
 
     def remove(self) -> None:
         """Make every later backward an ordinary one."""

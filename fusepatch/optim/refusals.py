@@ -12,7 +12,7 @@ import sys
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
-from fusepatch.optim.capability import dtensor_type
+from fusepatch.optim.capability import dtensor_type, in_releases
 
 if TYPE_CHECKING:
     import torch
@@ -33,8 +33,18 @@ def obstacle(kind: type[torch.optim.Optimizer], parameters: Collection[torch.Ten
     )
 
 
-def caution(kind: type[torch.optim.Optimizer], parameters: Iterable[torch.Tensor]) -> str | None:
+def caution(kind: type[torch.optim.Optimizer], parameters: Collection[torch.Tensor]) -> str | None:
     """What will go wrong later although the steps are right, as words for a sentence."""
+    distributed = dtensor_type()
+    if (
+        _derives(kind, "torchao")
+        and in_releases("<2.12")
+        and any(distributed is not None and isinstance(parameter, distributed) for parameter in parameters)
+    ):
+        return (
+            f"the parameters are DTensors (FSDP2), and on a GPU with torch 2.11 its compiled step was seen to stop at the first one "
+            f"(OptimState8bit has no aten.view); torch 2.13 ran it; found is torch {_torch_version()}; take a newer one if it stops"
+        )
     # Set by torch on FSDP1's flat parameters and on the views of them that modules keep.
     if _derives(kind, "torchao") and any(getattr(parameter, "_fsdp_flattened", False) for parameter in parameters):
         return (
@@ -125,6 +135,12 @@ def _has_kernel(device: str) -> bool:
         return torch._C._dispatch_has_kernel_for_dispatch_key(BITSANDBYTES_KERNEL, key)
     except RuntimeError:
         return device == "cuda"  # before its operators were torch's, bitsandbytes had CUDA only
+
+
+def _torch_version() -> str:
+    import torch
+
+    return str(torch.__version__)
 
 
 def _derives(kind: type[Any], package: str, names: tuple[str, ...] = ()) -> bool:

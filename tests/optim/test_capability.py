@@ -78,12 +78,12 @@ def test_adagrad_on_cuda_is_refused_by_its_own_class_before_2_13(monkeypatch: py
     monkeypatch.setattr(capability, "_has_kernel", lambda name, device: True)
     for version, refused in (("2.11.0+cu130", True), ("2.13.0", False)):
         monkeypatch.setattr(torch, "__version__", version)
-        capability._in_releases.cache_clear()
+        capability.in_releases.cache_clear()
         try:
             assert (capability._kernel_obstacle("Adagrad", "cuda", torch.float32) is not None) == refused
             assert capability._kernel_obstacle("AdamW", "cuda", torch.float32) is None
         finally:
-            capability._in_releases.cache_clear()
+            capability.in_releases.cache_clear()
 
 
 def test_meta_parameters_are_left_to_the_first_step() -> None:
@@ -176,12 +176,12 @@ def test_releases_that_leak_on_dtensors_are_a_caution(
     mesh: Any, monkeypatch: pytest.MonkeyPatch, version: str, faulty: bool
 ) -> None:
     monkeypatch.setattr(torch, "__version__", version)
-    capability._in_releases.cache_clear()
+    capability.in_releases.cache_clear()
     try:
         assert ("188174" in (judge("AdamW", [sharded(mesh)]).caution or "")) == faulty
         assert judge("AdamW", [parameter()]).caution is None, "plain parameters are not concerned"
     finally:
-        capability._in_releases.cache_clear()
+        capability.in_releases.cache_clear()
 
 
 def test_several_meshes_in_one_group_need_torch_2_9(mesh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,12 +194,12 @@ def test_several_meshes_in_one_group_need_torch_2_9(mesh: Any, monkeypatch: pyte
     assert judge("AdamW", two) == capability.Verdict()
     fused_step("AdamW", two)
     monkeypatch.setattr(torch, "__version__", "2.8.0")
-    capability._in_releases.cache_clear()
+    capability.in_releases.cache_clear()
     try:
         assert "157682" in (judge("AdamW", two).caution or "")
         assert judge("AdamW", two[:1]).caution is None
     finally:
-        capability._in_releases.cache_clear()
+        capability.in_releases.cache_clear()
 
 
 def test_this_torch_does_not_leak_on_dtensors(mesh: Any) -> None:
@@ -221,7 +221,7 @@ def test_this_torch_does_not_leak_on_dtensors(mesh: Any) -> None:
     before = specs()
     steps(20)
     grown = specs() - before
-    if capability._in_releases(capability.DTENSOR_FAULTS[0].releases):
+    if capability.in_releases(capability.DTENSOR_FAULTS[0].releases):
         pytest.skip(f"torch {torch.__version__} is in the table; {grown} objects more after 20 steps")
     assert grown < 20, f"{grown} DTensorSpec objects more after 20 steps of {len(parameters)} parameters"
 

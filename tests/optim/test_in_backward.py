@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import io
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -496,3 +498,15 @@ def test_hooks_run_on_several_threads_without_mixing_groups() -> None:
         return torch.cat([flat(m) for m in models])
 
     assert equal(run(False), run(True))
+
+
+def test_a_training_that_is_dropped_leaves_memory() -> None:
+    model = Network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    attached = InBackward(optimizer, {})
+    model(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    left = [weakref.ref(thing) for thing in (optimizer, attached, model.first.weight)]
+    del model, optimizer, attached
+    gc.collect()
+    assert [reference() for reference in left] == [None, None, None]

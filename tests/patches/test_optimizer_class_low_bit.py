@@ -24,7 +24,7 @@ from ranks import on_ranks  # noqa: E402
 
 import fusepatch  # noqa: E402
 from fusepatch.errors import OptimizerClassError  # noqa: E402
-from fusepatch.optim import refusals  # noqa: E402
+from fusepatch.optim import capability, refusals  # noqa: E402
 
 TORCHAO = "torchao.optim.AdamW8bit"
 BITSANDBYTES = "bitsandbytes.optim.AdamW8bit"
@@ -260,6 +260,26 @@ def offloaded(rank: int) -> list[str | None]:
         param = DTensor(local, DTensorSpec(mesh, (Replicate(),), tensor_meta=meta), requires_grad=True)
         found.append(refusals.obstacle(kind_at(TORCHAO), [param]))
     return found
+
+
+def cautions(rank: int) -> list[str | None]:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+    param = DTensor.from_local(torch.ones(64, 64), DeviceMesh("cpu", [0]))
+    found = []
+    for version in ("2.11.0+cu130", "2.13.0"):
+        torch.__version__ = version
+        capability.in_releases.cache_clear()
+        found += [refusals.caution(kind_at(TORCHAO), [each]) for each in (param, param.to_local())]
+    return found
+
+
+def test_torchaos_states_on_dtensors_are_warned_of_before_torch_2_12() -> None:
+    ((on_dtensor, on_plain, *with_newer_torch),) = on_ranks(1, cautions)
+    assert on_dtensor is not None
+    assert "found is torch 2.11.0+cu130" in on_dtensor
+    assert (on_plain, with_newer_torch) == (None, [None, None])
 
 
 def test_torchaos_states_on_offloaded_dtensors_are_refused() -> None:
