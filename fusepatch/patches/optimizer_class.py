@@ -281,7 +281,7 @@ PATCH = Patch(
             module="transformers.trainer",
             supported=">=4.47",
             tested=">=4.51,<5.25",
-            slots=(Slot("Trainer.create_optimizer", create_optimizer),),
+            slots=(Slot("Trainer.create_optimizer", create_optimizer, Contract(parameters=("self",))),),
         ),
     ),
 )
