@@ -92,7 +92,7 @@ def test_strict_raises_at_the_first_use_of_a_drifted_target(patch: Patch, site: 
     outcome, _, called = forked(activate_on_bent, patch, site, "bent", env={"FUSEPATCH": "0", "FUSEPATCH_STRICT": "1"})
     if outcome == "DRIFTED":
         sharing = [other.id for other, there in SITES if there.module == site.module]
-        assert called.startswith(tuple(f"StrictError: {id}: DRIFTED" for id in sharing))
+        assert called.startswith(tuple(f"StrictError: {name}: DRIFTED" for name in sharing))
 
 
 def test_a_drifted_site_never_stops_the_others() -> None:
