@@ -96,6 +96,19 @@ def test_the_trainers_train_and_resume(name: str, path: str, tmp_path: Path) -> 
         assert has_eight_bits(resumed.optimizer)
 
 
+@pytest.mark.parametrize("path", [TORCHAO, BITSANDBYTES])
+def test_inside_backward(path: str, tmp_path: Path) -> None:
+    make = trainers.TRAINERS["SFT"]
+    with active(OPTIMIZER_CLASS=path):
+        ordinary = trained(make(tmp_path / "ordinary", max_grad_norm=0.0, **SHORT))
+    with active(OPTIMIZER_CLASS=path, OPTIMIZER_IN_BACKWARD=1):
+        inside = make(tmp_path / "inside", max_grad_norm=0.0, **SHORT)
+        assert (trained(inside) - ordinary).norm() <= 1e-6 * ordinary.norm()
+        assert has_eight_bits(inside.optimizer)
+        (record,) = [record for record in fusepatch.status() if record.id == "optimizer.in_backward"]
+        assert record.calls == 1
+
+
 def test_arguments_of_the_class(tmp_path: Path) -> None:
     with active(OPTIMIZER_CLASS=TORCHAO, OPTIMIZER_KWARGS='{"bf16_stochastic_round": true, "block_size": 128}'):
         optimizer = trainers.TRAINERS["Trainer"](tmp_path, **SHORT).create_optimizer()

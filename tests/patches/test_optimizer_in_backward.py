@@ -114,6 +114,38 @@ def test_with_the_flags_patch_on(name: str, tmp_path: Path) -> None:
     assert (inside - ordinary).norm() <= 1e-6 * ordinary.norm()
 
 
+@pytest.mark.parametrize("path", ["torch.optim.NAdam", "torch.optim.RMSprop"])
+def test_with_another_class(path: str, tmp_path: Path) -> None:
+    with activated(OPTIMIZER_CLASS=path):
+        ordinary = trained(short("SFT", tmp_path, max_grad_norm=0.0))
+    with active(OPTIMIZER_CLASS=path):
+        built = short("SFT", tmp_path)
+        inside = trained(built)
+        assert record().calls == 1
+        assert type(built.optimizer.optimizer).__name__ == path.rpartition(".")[2]
+    assert (inside - ordinary).norm() <= 1e-6 * ordinary.norm()
+
+
+def test_a_class_whose_step_is_not_known_is_refused(tmp_path: Path) -> None:
+    with active(OPTIMIZER_CLASS="transformers.optimization.Adafactor", OPTIMIZER_KWARGS='{"relative_step": false}'):
+        trained(short("SFT", tmp_path))
+        assert record().calls == 1
+    with active(OPTIMIZER_CLASS=f"{__name__}.Clipping"):
+        built = short("SFT", tmp_path)
+        before = trainers.weights(built)
+        with pytest.raises(InBackwardError, match="is not known to update each parameter from that parameter alone"):
+            built.train()
+        assert torch.equal(trainers.weights(built), before)
+
+
+class Clipping(torch.optim.SGD):
+    """Takes all gradients together, as no class of torch does."""
+
+    def step(self, closure: Any = None) -> Any:
+        torch.nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1.0)
+        return super().step(closure)
+
+
 class Watch(transformers.TrainerCallback):
     """What callbacks around each step find."""
 
