@@ -5,8 +5,9 @@ The variables come from `settings.TABLE`, the patches from their declarations, s
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from fusepatch import settings
@@ -56,23 +57,33 @@ def environment_page() -> str:
 
 
 def patches_page() -> str:
-    """`patches.md`: one section per patch."""
+    """`patches.md`: the patches, with a link to the page of each."""
     lines = [_GENERATED, "", "# Patches", "", "| patch | promise |", "|---|---|"]
-    lines += [_row(f"[`{patch.id}`](#{_anchor(patch.id)})", patch.promise) for patch in PATCHES]
+    lines += [_row(f"[`{patch.id}`](patches/{patch.id}.md)", patch.promise) for patch in PATCHES]
     lines += [
         "",
         "`python -m fusepatch explain ID` prints the same for one patch, with what becomes of it where you run it; "
         "`python -m fusepatch status` does so for all of them.",
         "",
-        "A version outside *supported* is left alone. Inside it, the shape of the target decides whether the patch is applied; "
-        "a version that is not in *tested* is flagged `untested`.",
+        "```{toctree}",
+        ":hidden:",
+        "",
+        *(f"patches/{patch.id}" for patch in PATCHES),
+        "```",
     ]
-    for patch in PATCHES:
-        lines += ["", *_section(patch)]
     return "\n".join(lines) + "\n"
 
 
-PAGES = {"environment.md": environment_page, "patches.md": patches_page}
+def patch_page(patch: Patch) -> str:
+    """`patches/ID.md`: everything that a patch declares."""
+    return "\n".join((_GENERATED, "", *_about(patch))) + "\n"
+
+
+PAGES: Mapping[str, Callable[[], str]] = {
+    "environment.md": environment_page,
+    "patches.md": patches_page,
+    **{f"patches/{patch.id}.md": functools.partial(patch_page, patch) for patch in PATCHES},
+}
 """File name to the function that makes the page."""
 
 
@@ -82,23 +93,40 @@ def main() -> int:
     if not folder.is_dir():
         print(f"{COMMAND}: there is no folder {folder}", file=sys.stderr)
         return 2
+    (folder / "patches").mkdir(exist_ok=True)
     for name, page in PAGES.items():
         (folder / name).write_text(page(), encoding="utf-8")
     return 0
 
 
-def _section(patch: Patch) -> Iterator[str]:
-    yield from (f"## {patch.id}", "", patch.promise, "", patch.why, "")
-    yield from ("**What it changes**", "", *(f"- {change}" for change in patch.changes), "")
-    if patch.limits:
-        yield from ("**Known limits**", "", *(f"- {limit}" for limit in patch.limits), "")
+def _about(patch: Patch) -> Iterator[str]:
+    yield from (f"# {patch.id}", "", patch.promise, "", "## Why", "", patch.why, "")
+    yield from ("## What it changes", "", *(f"- {change}" for change in patch.changes), "")
+    yield from ("## Switches", "", f"`FUSEPATCH_DISABLE={patch.id}` leaves this patch out.", "")
     if patch.variables:
-        names = ", ".join(f"`{_shown_name(name)}`" for name in patch.variables)
-        yield from (f"**Variables**: {names} ([what they mean](environment.md#the-variables))", "")
-    yield from ("**Where**", "", "| module | shipped by | supported | tested | targets |", "|---|---|---|---|---|")
+        yield from ("| variable | values | default | meaning |", "|---|---|---|---|")
+        yield from (_variable_row(name) for name in patch.variables)
+        yield from ("", "Who wins where several have a say: [environment variables](../environment.md#who-wins).", "")
+    if patch.limits:
+        yield from ("## Known limits", "", *(f"- {limit}" for limit in patch.limits), "")
+    yield from (
+        "## Where",
+        "",
+        "A version outside *supported* is left alone. Inside it, the shape of the target decides whether the patch is applied; "
+        "a version that is not in *tested* is flagged `untested`.",
+        "",
+        "| module | shipped by | supported | tested | targets |",
+        "|---|---|---|---|---|",
+    )
     yield from (_site_row(site) for site in patch.sites)
-    yield from ("", f"**Upstream**: {', '.join(map(_linked, patch.upstream))}", "")
+    yield from ("", "## Upstream", "", *(f"- {_linked(reference)}" for reference in patch.upstream), "")
     yield from (f"**Fixed in**: {patch.fixed_in}", "", f"**Can be removed when**: {patch.remove_when}")
+
+
+def _variable_row(name: str) -> str:
+    variable = settings.find(name)
+    assert variable is not None, f"{name} is in no row of the table"
+    return _row(f"`{variable.shown_name}`", variable.values, variable.default, variable.meaning)
 
 
 def _site_row(site: Site) -> str:
@@ -109,15 +137,6 @@ def _site_row(site: Site) -> str:
 
 def _linked(reference: str) -> str:
     return f"<{reference}>" if reference.startswith("https://") else reference
-
-
-def _shown_name(name: str) -> str:
-    variable = settings.find(name)
-    return variable.shown_name if variable is not None else name
-
-
-def _anchor(heading: str) -> str:
-    return heading.lower().replace(".", "")
 
 
 def _row(*cells: str) -> str:

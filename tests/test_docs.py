@@ -25,7 +25,8 @@ def test_the_command_writes_every_page(tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
     done = run(COMMAND, cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    written = {path.name: path.read_text(encoding="utf-8") for path in (tmp_path / "docs").iterdir()}
+    folder = tmp_path / "docs"
+    written = {str(path.relative_to(folder)): path.read_text(encoding="utf-8") for path in folder.rglob("*.md")}
     assert written == {name: page() for name, page in docs_pages.PAGES.items()}
 
 
@@ -49,10 +50,15 @@ def test_the_page_of_variables_has_a_row_for_each_and_says_first_who_wins() -> N
     assert order == sorted(order)
 
 
-def test_the_page_of_patches_has_a_section_for_each_with_every_site_and_variable() -> None:
-    page = docs_pages.patches_page()
+def test_no_page_is_left_of_a_patch_that_is_gone() -> None:
+    assert {path.stem for path in (DOCS / "patches").iterdir()} == {patch.id for patch in PATCHES}
+
+
+def test_each_patch_has_a_page_with_every_site_and_variable() -> None:
+    index = docs_pages.patches_page()
     for patch in PATCHES:
-        section = page.split(f"\n## {patch.id}\n")[1].split("\n## ")[0]
+        assert f"(patches/{patch.id}.md)" in index
+        section = docs_pages.patch_page(patch)
         for site in patch.sites:
             assert f"\n| `{site.module}` |" in section
         for name in patch.variables:
