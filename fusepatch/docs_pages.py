@@ -104,8 +104,7 @@ def _about(patch: Patch) -> Iterator[str]:
     yield from ("## What it changes", "", *(f"- {change}" for change in patch.changes), "")
     yield from ("## Switches", "", f"`FUSEPATCH_DISABLE={patch.id}` leaves this patch out.", "")
     if patch.variables:
-        yield from ("| variable | values | default | meaning |", "|---|---|---|---|")
-        yield from (_variable_row(name) for name in patch.variables)
+        yield from (_variable(name) for name in patch.variables)
         yield from ("", "Who wins where several have a say: [environment variables](../environment.md#who-wins).", "")
     if patch.limits:
         yield from ("## Known limits", "", *(f"- {limit}" for limit in patch.limits), "")
@@ -123,10 +122,11 @@ def _about(patch: Patch) -> Iterator[str]:
     yield from (f"**Fixed in**: {patch.fixed_in}", "", f"**Can be removed when**: {patch.remove_when}")
 
 
-def _variable_row(name: str) -> str:
+def _variable(name: str) -> str:
     variable = settings.find(name)
     assert variable is not None, f"{name} is in no row of the table"
-    return _row(f"`{variable.shown_name}`", variable.values, variable.default, variable.meaning)
+    meaning = " ".join(variable.meaning.split())
+    return f"- **`{variable.shown_name}`**: {variable.values}; default {variable.default}. {meaning}"
 
 
 def _site_row(site: Site) -> str:
