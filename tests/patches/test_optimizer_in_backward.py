@@ -454,11 +454,10 @@ def test_optimizers_that_are_refused(tmp_path: Path) -> None:
         assert "optimizer.step is compiled" in refused(built)
 
 
-def test_compiled_autograd_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_autograd_is_refused(tmp_path: Path) -> None:
     from torch._dynamo import config
 
-    monkeypatch.setattr(config, "compiled_autograd", True)
-    with active():
+    with config.patch(compiled_autograd=True), active():
         assert "compiled autograd is on" in refused(short("Trainer", tmp_path))
 
 
