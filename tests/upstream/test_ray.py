@@ -154,7 +154,7 @@ def drive(code: str, **env: str) -> Drove:
     prelude = f"{LOOK}\ndef show(*what):\n    print('>>>', json.dumps(what), flush=True)\n"
     path = {"PYTHONPATH": f"{CHECKOUT}:{DOORS}"}
     with tempfile.TemporaryDirectory() as elsewhere:  # Ray puts the driver's folder on the workers' path
-        done = fresh(prelude + textwrap.dedent(code), env={**QUIET, **path, **env}, cwd=elsewhere, timeout=120)
+        done = fresh(prelude + textwrap.dedent(code), env={**QUIET, **path, **env}, cwd=elsewhere)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     shown = [json.loads(line[4:]) for line in done.stdout.splitlines() if line.startswith(">>>")]
     return Drove(shown, done.stderr)
