@@ -6,8 +6,9 @@ import os
 import sys
 from collections.abc import Mapping
 
-_actor = ""
-"""The class of the actor that this process is, once it is known."""
+_in_ray: str | None = None
+"""What this process is in Ray, once it is known: Ray takes the actor out again, and the worker's mode back, before the interpreter
+ends, when the last report is written."""
 
 
 def role() -> str:
@@ -37,15 +38,16 @@ def _number(environ: Mapping[str, str], *names: str) -> int | None:
 
 def _ray_worker() -> str | None:
     # Plain attributes only: asking Ray's core for an actor's name in a process that runs a task aborts the process.
+    global _in_ray
     module = sys.modules.get("ray._private.worker")
     worker = getattr(module, "global_worker", None)
-    if worker is None or getattr(worker, "mode", None) != getattr(module, "WORKER_MODE", 1):
-        return None
-    # Ray takes the actor out again before the interpreter ends, when the last report is written.
-    global _actor
-    actors = [type(actor).__name__ for actor in list(getattr(worker, "actors", {}).values())]
-    _actor = actors[0] if actors else _actor
-    return f"Ray actor {_actor}" if _actor else "Ray worker"
+    if worker is not None and getattr(worker, "mode", None) == getattr(module, "WORKER_MODE", 1):
+        actors = [type(actor).__name__ for actor in list(getattr(worker, "actors", {}).values())]
+        if actors:
+            _in_ray = f"Ray actor {actors[0]}"
+        elif _in_ray is None:
+            _in_ray = "Ray worker"
+    return _in_ray
 
 
 def _launcher(environ: Mapping[str, str]) -> str:
