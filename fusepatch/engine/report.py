@@ -14,6 +14,7 @@ import os
 import re
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -106,12 +107,14 @@ def _complain(error: Exception) -> None:
     if _warned:
         return
     _warned = True
+    # A disk's error says all by its text; anything else is a fault of ours.
+    where = "" if isinstance(error, OSError) else f"\n{traceback.format_exc()}"
     notice.tell(
         logging.WARNING,
         f"the report of process {os.getpid()} could not be written ({type(error).__name__}: {error}); wanted a directory "
         f"that this process can write to, found FUSEPATCH_REPORT={_folder}. The patches and the training are not affected, "
         f"but `status --report` and `check --report` will miss this process or see an old state of it. Free space there, "
-        f"or name another directory.",
+        f"or name another directory.{where}",
         any_rank=True,
     )
 

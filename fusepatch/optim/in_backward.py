@@ -154,7 +154,7 @@ def _of_optimizer(optimizer: Any) -> Iterable[Obstacle]:
     ):
         yield Obstacle(
             "bitsandbytes' GlobalOptimManager overrides settings of single parameters",
-            "it finds them by their place in the param groups (the Trainer does so for embeddings with optim=adamw_8bit and its kin)",
+            "it finds them by their place in the param groups (frameworks register some for embeddings with their own names of 8-bit classes)",
             "pass the class instead, without overrides (FUSEPATCH_OPTIMIZER_CLASS=bitsandbytes.optim.AdamW8bit), or take "
             "torchao.optim.AdamW8bit",
         )

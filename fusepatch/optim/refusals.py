@@ -48,8 +48,8 @@ def caution(kind: type[torch.optim.Optimizer], parameters: Collection[torch.Tens
     # Set by torch on FSDP1's flat parameters and on the views of them that modules keep.
     if _derives(kind, "torchao") and any(getattr(parameter, "_fsdp_flattened", False) for parameter in parameters):
         return (
-            "the parameters are FSDP1's, whose optim_state_dict cannot gather its states: a checkpoint that accelerate or the Trainer "
-            "makes through it will fail (axolotl#2744, pytorch/ao#1185); save once early in the run, or use FSDP2"
+            "the parameters are FSDP1's, whose optim_state_dict cannot gather its states: a checkpoint "
+            "that is made through it will fail (axolotl#2744, pytorch/ao#1185); save once early in the run, or use FSDP2"
         )
     return None
 

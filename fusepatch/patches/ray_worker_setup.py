@@ -136,12 +136,15 @@ def fusepatch_worker_setup(theirs: Callable[[], object] | str | None = None) -> 
     import importlib
     import os
     import sys
+    import traceback
 
     if os.environ.get("FUSEPATCH", "").strip() not in ("", "0"):
         try:
             importlib.import_module("fusepatch")
         except Exception as error:
             found = f"{type(error).__name__}: {error}"
+            if not type(error).__module__.startswith("fusepatch."):  # a fault, of which the text alone says too little
+                found += "\n" + traceback.format_exc()
             if isinstance(error, ModuleNotFoundError) and error.name == "fusepatch":
                 found = f"it is not installed for {sys.executable}: install it on every node, as on the driver's"
             print(

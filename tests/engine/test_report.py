@@ -292,6 +292,7 @@ def test_content_that_raises_is_one_warning_and_the_next_content_is_written(
     report.grown(2)
     assert len(warnings(caplog)) == 1
     assert "RuntimeError: no such thing" in warnings(caplog)[0]
+    assert "in content" in warnings(caplog)[0], "with its traceback"
     broken[0] = False
     report.grown(3)
     assert read(tmp_path) == [{"fine": True}]

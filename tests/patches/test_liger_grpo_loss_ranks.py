@@ -4,12 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import multiprocessing
-import os
-import signal
-import socket
-import traceback
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,6 +13,7 @@ pytest.importorskip("liger_kernel.chunked_loss.grpo_loss")
 
 import liger_grpo_kit as kit  # noqa: E402
 from liger_grpo_kit import Case  # noqa: E402
+from ranks import on_ranks  # noqa: E402
 
 import fusepatch  # noqa: E402
 from fusepatch import settings  # noqa: E402
@@ -28,41 +23,6 @@ MADE, CALLED = kit.accepted(KIND)
 RANKS = 2
 
 pytestmark = pytest.mark.skipif("dapo" not in {pair[0] for pair in kit.combinations(KIND)}, reason="needs Liger 0.6.4")
-
-
-def on_each_rank(function: Callable[..., Any], *args: Any) -> list[Any]:
-    """What `function(rank, *args)` returns on each of two ranks, in forked children."""
-    fork = multiprocessing.get_context("fork")
-    results = fork.Queue()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    children = [fork.Process(target=_child, args=(function, rank, port, results, args)) for rank in range(RANKS)]
-    for child in children:
-        child.start()
-    found = {}
-    try:
-        for _ in children:
-            rank, succeeded, value = results.get(timeout=120)
-            assert succeeded, value
-            found[rank] = value
-    finally:
-        for child in children:
-            child.kill()
-            child.join()
-    return [found[rank] for rank in range(RANKS)]
-
-
-def _child(function: Callable[..., Any], rank: int, port: int, results: Any, args: tuple[Any, ...]) -> None:
-    fusepatch.deactivate()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(RANKS))
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=RANKS)
-    try:
-        results.put((rank, True, function(rank, *args)))
-    except BaseException:
-        results.put((rank, False, traceback.format_exc()))
-    # The parent ends both, so that neither leaves while the other still talks to it.
-    signal.pause()
 
 
 def plain(result: kit.Result) -> Any:
@@ -119,7 +79,7 @@ def test_the_number_of_collectives_does_not_depend_on_the_rows() -> None:
         for old, beta, trainable in ((False, 0.0, "all"), (True, 0.04, "all"), (False, 0.0, "hidden"))
         if loss_type in ("dapo", "cispo", "vespo", "bnpo")
     ]
-    ranks = on_each_rank(with_and_without, cases)
+    ranks = on_ranks(RANKS, with_and_without, cases)
     for index, case in enumerate(cases):
         counts = []
         for rank in range(RANKS):
@@ -147,7 +107,7 @@ def failure_on_one_rank(rank: int) -> str:
 
 @pytest.mark.skipif("num_items_in_batch" not in CALLED, reason="needs Liger 0.8.1")
 def test_a_failure_after_the_collective_is_not_left_to_upstream() -> None:
-    first, second = on_each_rank(failure_on_one_rank)
+    first, second = on_ranks(RANKS, failure_on_one_rank)
     assert first == "computed"
     assert second.startswith("error: the loss could not be computed: ValueError: prefer must be")
 
@@ -191,4 +151,4 @@ def sharded_head(rank: int, bias: bool) -> Any:
 )
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_sharded_head_is_gathered_and_its_gradient_sharded_again(bias: bool) -> None:
-    assert on_each_rank(sharded_head, bias) == [{"calls": 1}, {"calls": 1}]
+    assert on_ranks(RANKS, sharded_head, bias) == [{"calls": 1}, {"calls": 1}]

@@ -165,6 +165,11 @@ def test_the_hook_says_what_is_wrong_and_goes_on_to_the_users() -> None:
     assert bad.returncode == 0
     assert "NOT ACTIVE in the Ray worker" in bad.stderr
     assert "SettingError: FUSEPATCH_STRICT='maybe'" in bad.stderr
+    assert "Traceback" not in bad.stderr
+    faulty = run_hook(before="sys.modules['wrapt'] = None", FUSEPATCH="1")
+    assert faulty.returncode == 0
+    assert "ModuleNotFoundError" in faulty.stderr
+    assert "Traceback" in faulty.stderr
     missing = run_hook(before="sys.modules['fusepatch'] = None", FUSEPATCH="1")
     assert missing.returncode == 0
     assert f"it is not installed for {sys.executable}" in missing.stderr
