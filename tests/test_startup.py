@@ -6,18 +6,16 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import re
-import shutil
 import subprocess
 import sys
 import sysconfig
 import textwrap
-import zipfile
 from pathlib import Path
 
 import fusepatch_startup
 import pytest
+from environments import distributions, needs_uv, new_environment, site_packages, uv
 from helpers import fresh, run
 
 from fusepatch.patches import PATCHES
@@ -352,52 +350,12 @@ def test_an_inert_import_exports_nothing_and_an_explicit_activation_does() -> No
 # Installing
 
 
-UV = shutil.which("uv", path=f"{SCRIPTS}{os.pathsep}{os.environ.get('PATH', '')}")
-needs_uv = pytest.mark.skipif(UV is None, reason="uv, which the dev extra brings, is not on PATH")
-NO_REGISTRY = re.compile(r"error sending request|dns error|failed to fetch|could not connect", re.IGNORECASE)
-
-
-def uv(*arguments: str | Path) -> str:
-    done = run([str(UV), *arguments])
-    if done.returncode != 0 and NO_REGISTRY.search(done.stderr):
-        pytest.skip("the package registry cannot be reached")
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def new_environment(folder: Path) -> Path:
-    """The interpreter of a new, empty virtual environment in `folder`."""
-    uv("venv", "--quiet", "--python", sys.executable, folder)
-    return folder / "bin" / "python"
-
-
-def distributions(python: Path) -> set[str]:
-    return set(lines(uv("pip", "freeze", "--python", python)))
-
-
-def site_packages(python: Path) -> Path:
-    return Path(lines(run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]).stdout)[0])
-
-
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     uv("build", "--quiet", "--wheel", "--out-dir", folder, REPOSITORY)
     (built,) = folder.glob("*.whl")
     return built
-
-
-@needs_uv
-def test_the_wheel_carries_the_start_up_files_at_its_root_and_nothing_twice(wheel: Path) -> None:
-    names = zipfile.ZipFile(wheel).namelist()
-    at_the_root = {name for name in names if "/" not in name}
-    assert at_the_root == {"fusepatch.pth", "fusepatch_startup.py"}
-    assert not [name for name in names if "startup/" in name]
-    assert {name.split("/")[0] for name in names if "/" in name} == {
-        "fusepatch",
-        f"{'-'.join(wheel.name.split('-')[:2])}.dist-info",
-    }
-    assert "fusepatch/py.typed" in names
 
 
 @needs_uv
