@@ -9,7 +9,7 @@ import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from fusepatch import terminal
 
@@ -236,13 +236,10 @@ def plot(path: str, document: dict[str, Any], sections: Sequence[Section]) -> No
             continue
         section = sections[index]
         rows = [row for row in section.rows if row.comparable and row.implementation != "floor"]
-        bars = panel.barh([row.peer for row in rows], [row.median for row in rows], color="tab:blue")
-        panel.bar_label(bars, fmt=" %.3g")
-        panel.margins(x=0.15)
-        panel.invert_yaxis()
         floor = _floor(section)
-        if floor is not None and floor.comparable:
-            panel.axvline(floor.median, color="tab:red", linewidth=1, label="matrix products alone")
+        at = floor.median if floor is not None and floor.comparable else None
+        draw_bars(panel, [Bar(row.peer, row.median, f"{row.median:.3g}", "fusepatch" in row.peer) for row in rows], at)
+        if at is not None:
             panel.legend(fontsize=8)
         panel.set_title(f"{section.case}, V = {section.vocabulary:,}", fontsize=10)
         panel.set_xlabel("median, ms (less is better)")
@@ -250,3 +247,28 @@ def plot(path: str, document: dict[str, Any], sections: Sequence[Section]) -> No
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+OURS, OTHERS, FLOOR = "#2f86d6", "#8a8f98", "#d9603b"
+"""Colours for white and for black grounds: fusepatch, what it is compared with, the matrix products alone."""
+
+
+class Bar(NamedTuple):
+    """One bar: its name, its length, the text at its end, and whether fusepatch made it."""
+
+    name: str
+    value: float
+    text: str
+    ours: bool
+
+
+def draw_bars(panel: Any, bars: Sequence[Bar], floor: float | None) -> None:
+    """Draw horizontal bars on matplotlib's axes ``panel``, the first on top, and ``floor`` as a line."""
+    drawn = panel.barh([bar.name for bar in bars], [bar.value for bar in bars])
+    for rectangle, bar in zip(drawn, bars, strict=True):
+        rectangle.set_color(OURS if bar.ours else OTHERS)
+    panel.bar_label(drawn, [bar.text for bar in bars], padding=4)
+    panel.margins(x=0.15)
+    panel.invert_yaxis()
+    if floor is not None:
+        panel.axvline(floor, color=FLOOR, linewidth=1.2, label="matrix products alone")

@@ -24,7 +24,13 @@ STACK = ("torch", "triton", "transformers", "trl", "accelerate", "peft", "datase
 TEST_TOOLS = ("pytest==9.2.0", "rich==15.0.0", "build==1.6.1", "uv==0.13.9")
 LINT_TOOLS = ("ruff==0.17.6", "mypy==2.4.1")
 
-DOCS_TOOLS = ("sphinx==9.0.4", "myst-parser==5.2.0", "furo==2025.12.19", "sphinx-copybutton==0.5.2")
+DOCS_TOOLS = (
+    "sphinx==9.0.4",
+    "myst-parser==5.2.0",
+    "furo==2025.12.19",
+    "sphinx-copybutton==0.5.2",
+    "matplotlib==3.11.2",
+)
 
 VERL = "verl==0.7.1"
 """The demo's verl: the last release whose bare call of Liger hides its own forward."""
@@ -90,9 +96,12 @@ def render(matrix: Mapping[str, Any]) -> str:
         ),
         _section(
             "docs",
-            "the documentation as a site, with every warning an error",
+            "the documentation as a site, with every warning an error; the figures must be current",
             [*DOCS_TOOLS],
-            ["sphinx-build -W --keep-going -q -b html docs {posargs:{work_dir}{/}site}"],
+            [
+                "python docs/plots.py --check",
+                "sphinx-build -W --keep-going -q -b html docs {posargs:{work_dir}{/}site}",
+            ],
         ),
     ]
     for name, factor in factors.items():
