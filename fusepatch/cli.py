@@ -15,6 +15,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 import fusepatch
@@ -22,6 +23,7 @@ from fusepatch import activation, process_record, reports, settings, terminal
 from fusepatch.engine import ledger
 from fusepatch.engine.patch import Outcome, PatchRecord, Reason, SiteRecord
 from fusepatch.errors import FusepatchError, SettingError
+from fusepatch.patches import PATCHES
 
 USAGE = 2
 """Exit status for a wrong argument, an unknown patch id, a variable whose value cannot be read."""
@@ -109,6 +111,15 @@ file is not installed in this interpreter, or a FUSEPATCH_* value cannot be
 read)
 """
 
+_NEW_PATCH_HELP = """\
+In a checkout of fusepatch: writes the files of a new patch (the declaration,
+its test, its page), adds it to the patches, and prints what is left to do.
+What its author has to say is left open and marked FILL IN. NAME is the library
+or the subject and the promise, such as trl.sft_packing.
+
+exit status: 0; 2 where NAME is malformed or taken, or this is no checkout
+"""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status; `run` does not return, since it becomes the program that it starts."""
@@ -142,7 +153,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Version-gated patches for the post-training stack that is installed.",
         epilog=f"`{program} COMMAND --help` says more.",
     )
-    parser.add_argument("--version", action="version", version=f"fusepatch {fusepatch.__version__}")
+    parser.add_argument("-V", "--version", action="version", version=f"fusepatch {fusepatch.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
 
     def add(
@@ -165,7 +176,13 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--require", metavar="ID,...", type=_ids, default=(), help="patches that must be applied")
     check.add_argument("--json", action="store_true", help="print the records as JSON")
     check.add_argument("--report", metavar="DIR", help="check the processes of a run instead")
-    explain = add("explain", _explain, "one patch: why, what it changes, its variables", "Explains one patch.\n")
+    ids = "".join(f"\n  {patch.id}" for patch in PATCHES)
+    explain = add(
+        "explain",
+        _explain,
+        "one patch: why, what it changes, its variables",
+        f"Explains one patch. The patches are{ids}\n\nexit status: 0; 2 where there is no such patch\n",
+    )
     explain.add_argument("id", metavar="ID", help="the patch, as `status` names it")
     add(
         "env",
@@ -186,6 +203,8 @@ def _parser() -> argparse.ArgumentParser:
         "times implementations on this machine, each checked",
         "",
     )
+    new_patch = add("new-patch", _new_patch, "in a checkout: the files of a new patch", _NEW_PATCH_HELP)
+    new_patch.add_argument("name", metavar="NAME", help="the patch's id, such as trl.sft_packing")
     return parser
 
 
@@ -304,6 +323,13 @@ def _import_failure(site: SiteRecord, error: BaseException) -> SiteRecord:
 
 def _explain(options: argparse.Namespace) -> int:
     print(terminal.wrap(activation.explain_planned(options.id, os.environ), terminal.width()))
+    return 0
+
+
+def _new_patch(options: argparse.Namespace) -> int:
+    from fusepatch import new_patch
+
+    print(new_patch.create(options.name, Path.cwd()))
     return 0
 
 

@@ -114,7 +114,7 @@ def test_a_package_started_by_m_that_imports_fusepatch_activates_it(tmp_path: Pa
 def test_help_and_usage_errors() -> None:
     bare = command()
     assert (bare.returncode, bare.stderr) == (2, "")
-    for name in ("status", "check", "explain", "env", "run"):
+    for name in ("status", "check", "explain", "env", "run", "bench", "new-patch"):
         assert re.search(rf"^    {name} ", bare.stdout, re.MULTILINE)
         shown = command(name, "--help")
         assert (shown.returncode, shown.stderr) == (0, "")
@@ -129,7 +129,7 @@ def test_help_and_usage_errors() -> None:
     "arguments",
     [
         ["--help"],
-        *([name, "--help"] for name in ("status", "check", "explain", "env")),
+        *([name, "--help"] for name in ("status", "check", "explain", "env", "new-patch")),
         ["status"],
         ["env"],
         *(["explain", name] for name in IDS),
