@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-import json
 import os
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,21 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tomllib
-from helpers import run
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from rows import MATRIX, Key, enter, make_overlay, outcomes
 
 import fusepatch
 
-FOLDER = Path(__file__).parent
-MATRIX = tomllib.loads((FOLDER / "matrix.toml").read_text())
 CHECKOUT = Path(fusepatch.__file__).parent.parent
 OVERLAYS = "UPSTREAM_OVERLAYS"
 """The variable that names the folder in which overlays are installed, and kept for the next run."""
 
 DOORS = {
     "trainer": ("transformers", ">=4.51"),
+    "grpo_trainer": ("trl", ">=0.17"),
     "verl_engine": ("verl", ">=0.6"),
     "verl_worker": ("verl", "<0.8"),
     "trinity_worker": ("trinity-rft", "<0.6"),
@@ -81,19 +77,16 @@ def factor() -> str | None:
 
 
 def overlays() -> list[dict[str, Any]]:
-    """The overlays that belong on this environment."""
-    return [overlay for overlay in MATRIX["overlay"] if overlay["factor"] == factor()]
+    """The overlays that belong on this environment and that its tests look at."""
+    here = [overlay for overlay in MATRIX["overlay"] if overlay["factor"] == factor()]
+    return [overlay for overlay in here if overlay.get("runs_in", "tests") == "tests"]
 
 
-def expected(*tables: Mapping[str, Any]) -> dict[tuple[str, str, str], str]:
-    """Outcomes by (patch id, upstream, module): the matrix's own, then each table's over them."""
-    outcomes = {}
-    for table in (MATRIX, *tables):
-        for patch, upstreams in table.get("expected", {}).items():
-            for upstream, modules in upstreams.items():
-                for module, outcome in modules.items():
-                    outcomes[patch, upstream, module] = outcome
-    return outcomes
+def sites(overlay: str | None = None) -> tuple[dict[Key, str], dict[Key, str]]:
+    """What became of each site once its module was imported, and why."""
+    seen = open_door("sites", overlay=overlay)
+    assert seen.records is not None
+    return outcomes(seen.records)
 
 
 def needs(door: str) -> None:
@@ -114,14 +107,9 @@ def open_door(
 
     `variables` are `NAME=value`; `LIGER_X=0` is short for `FUSEPATCH_LIGER_X=0`.
     """
-    env = dict(_variable(text) for text in variables)
-    env["PYTHONPATH"] = os.pathsep.join([*([overlay] if overlay else []), str(CHECKOUT)])
-    flag = ["--import-fusepatch"] if patched else []
-    done = run([sys.executable, FOLDER / "doors" / f"{door}.py", *arguments, *flag], env=env)
-    assert done.returncode == 0, f"{door} {arguments} {variables}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-    last = done.stdout.rstrip().splitlines()[-1]
-    seen = json.loads(last[last.index("{") :])  # Trinity-RFT's logger puts its prefix before what others print
-    assert patched == ("fusepatch" in seen), "fusepatch was active where it should not be, or the other way round"
+    paths = [*([overlay] if overlay else []), CHECKOUT]
+    settings = dict(_variable(text) for text in variables)
+    seen = enter(door, *arguments, python=sys.executable, paths=paths, patched=patched, variables=settings)
     return Seen(seen["models"], seen.get("fusepatch"))
 
 
@@ -130,13 +118,7 @@ def install_overlay(overlay: Mapping[str, Any]) -> str:
     root = os.environ.get(OVERLAYS)
     if not root:
         pytest.skip(f"{OVERLAYS} names no folder to install {overlay['requirements']} in")
-    folder = Path(root) / "+".join(overlay["requirements"])
-    if not folder.is_dir():
-        partial = folder.with_name(folder.name + ".partial")
-        install = ["uv", "pip", "install", "--quiet", "--no-deps", "--python", sys.executable]
-        subprocess.run([*install, "--target", str(partial), *overlay["requirements"]], check=True)
-        partial.rename(folder)
-    return str(folder)
+    return str(make_overlay(tuple(overlay["requirements"]), sys.executable, Path(root)))
 
 
 def _holds(pin: Requirement) -> bool:

@@ -8,9 +8,10 @@ import sys
 from typing import Any
 
 import pytest
-from helpers import fresh, run
-from kit import CHECKOUT, FOLDER, MATRIX, Seen, expected, factor, needs, open_door, version
+from helpers import run
+from kit import Seen, factor, needs, open_door, sites, version
 from packaging.version import Version
+from rows import FOLDER, MATRIX, expected
 
 pytestmark = pytest.mark.upstream
 
@@ -18,31 +19,13 @@ MODELS = ("llama", "qwen3", "gemma2")
 ALL = {"rope": True, "rms_norm": True, "mlp": True, "cross_entropy": False, "fused_linear_cross_entropy": True}
 NO_LOSS = {**ALL, "fused_linear_cross_entropy": False}
 
-OUTCOMES = """
-    import fusepatch
-    import importlib, json
-    for patch in fusepatch.status():
-        for site in patch.sites:
-            try:
-                importlib.import_module(site.module)
-            except ModuleNotFoundError:
-                pass
-    print(json.dumps([
-        [site.patch, site.upstream, site.module, " ".join([site.outcome.value, *site.flags]), str(site.reason)]
-        for patch in fusepatch.status() for site in patch.sites
-    ]))
-"""
-
 
 def test_the_outcome_of_every_site_is_what_the_matrix_says() -> None:
     name = factor()
     if name is None:
         pytest.skip("this environment is none of the matrix's")
-    done = fresh(OUTCOMES, env={"PYTHONPATH": str(CHECKOUT)}, check=True)
-    sites = json.loads(done.stdout.splitlines()[-1])
-    reasons = {(patch, upstream, module): reason for patch, upstream, module, _, reason in sites}
-    found = {(patch, upstream, module): outcome for patch, upstream, module, outcome, _ in sites}
-    assert found == expected(MATRIX["factor"][name]), reasons
+    found, reasons = sites()
+    assert found == expected(MATRIX, MATRIX["factor"][name]), reasons
 
 
 class TestTrainer:

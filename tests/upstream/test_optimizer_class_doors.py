@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 from helpers import run
-from kit import CHECKOUT, DOORS, FOLDER, Seen, factor, install_overlay, needs, open_door, overlays, version
+from kit import CHECKOUT, DOORS, Seen, factor, install_overlay, needs, open_door, overlays, version
 from packaging.version import Version
+from rows import FOLDER
 
 pytestmark = pytest.mark.upstream
 

@@ -5,21 +5,15 @@ They are installed on demand into the folder that UPSTREAM_OVERLAYS names, and s
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
-from helpers import fresh
-from kit import CHECKOUT, MATRIX, expected, factor, install_overlay, open_door, overlays
-from test_doors import OUTCOMES
+from kit import factor, install_overlay, open_door, overlays, sites
+from rows import MATRIX, OPTIONS, expected
 
 pytestmark = pytest.mark.upstream
 
 CASES = [(overlay, door) for overlay in overlays() for door in overlay["doors"]]
-OPTIONS = {
-    "trainer": ("--models", "llama,gemma2"),
-    "axolotl_plugin": ("--config", '{"liger_rms_norm": true}'),
-}
 AUTOMATIC = "fused_linear_cross_entropy: not passed -> False (automatic; called by "
 
 
@@ -29,12 +23,8 @@ def _id(value: Any) -> str | None:
 
 @pytest.mark.parametrize("overlay", [overlay for overlay in overlays() if "expected" in overlay], ids=_id)
 def test_the_outcome_of_every_site_is_what_the_matrix_says(overlay: dict[str, Any]) -> None:
-    path = f"{install_overlay(overlay)}:{CHECKOUT}"
-    done = fresh(OUTCOMES, env={"PYTHONPATH": path}, check=True)
-    sites = json.loads(done.stdout.splitlines()[-1])
-    found = {(patch, upstream, module): outcome for patch, upstream, module, outcome, _ in sites}
-    reasons = {(patch, module): reason for patch, _, module, _, reason in sites}
-    assert found == expected(MATRIX["factor"][factor()], overlay), reasons
+    found, reasons = sites(install_overlay(overlay))
+    assert found == expected(MATRIX, MATRIX["factor"][factor()], overlay), reasons
 
 
 @pytest.mark.parametrize(("overlay", "door"), CASES, ids=_id)

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 import pytest
 from helpers import clean_environment, fresh
-from kit import CHECKOUT, FOLDER, factor, needs, open_door, version
+from kit import CHECKOUT, factor, needs, open_door, version
+from rows import FOLDER
 
 pytestmark = pytest.mark.upstream
 

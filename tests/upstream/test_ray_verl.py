@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 from helpers import fresh
-from kit import CHECKOUT, FOLDER, Seen, needs, open_door, version
+from kit import CHECKOUT, Seen, needs, open_door, version
 from packaging.version import Version
+from rows import FOLDER
 
 pytestmark = pytest.mark.upstream
 

@@ -7,25 +7,35 @@ depends on fusepatch or on a particular Liger: a replacement is recognised by th
 from __future__ import annotations
 
 import importlib.metadata
+import platform
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 LIGER = "liger_kernel"
 
-DISTRIBUTIONS = (
-    "torch",
-    "transformers",
-    "trl",
-    "peft",
-    "liger-kernel",
-    "liger-kernel-nightly",
-    "verl",
-    "trinity-rft",
-    "openrlhf",
-    "axolotl",
-    "llamafactory",
-)
+DISTRIBUTIONS = {
+    "torch": "torch",
+    "triton": "triton",
+    "transformers": "transformers",
+    "trl": "trl",
+    "peft": "peft",
+    "accelerate": "accelerate",
+    "liger-kernel": "liger_kernel",
+    "liger-kernel-nightly": "liger_kernel",
+    "verl": "verl",
+    "trinity-rft": "trinity",
+    "ray": "ray",
+    "openrlhf": "openrlhf",
+    "axolotl": "axolotl",
+    "llamafactory": "llamafactory",
+    "torchao": "torchao",
+    "bitsandbytes": "bitsandbytes",
+    "wrapt": "wrapt",
+    "packaging": "packaging",
+}
+"""Distributions that a door may touch, and the name under which each is imported."""
 
 
 def observe_model(model: Any) -> dict[str, Any]:
@@ -79,13 +89,22 @@ def observe_optimizer(optimizer: Any) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """The installed versions of everything that a door may touch."""
-    found = {}
-    for name in DISTRIBUTIONS:
+    """The versions of what this process has imported, by distribution, and of Python.
+
+    A distribution counts only where the module in `sys.modules` lies in the folder that its metadata describes: a release
+    that is put in front by PYTHONPATH is the one that is named.
+    """
+    found = {"python": platform.python_version()}
+    for name, import_name in DISTRIBUTIONS.items():
+        file = getattr(sys.modules.get(import_name), "__file__", None)
+        if file is None:
+            continue
         try:
-            found[name] = importlib.metadata.version(name)
+            distribution = importlib.metadata.distribution(name)
         except importlib.metadata.PackageNotFoundError:
             continue
+        if Path(str(distribution.locate_file(import_name))).resolve() == Path(file).resolve().parent:
+            found[name] = distribution.version
     return found
 
 

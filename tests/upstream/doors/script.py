@@ -38,6 +38,8 @@ def records() -> dict[str, Any]:
             "calls": record.calls,
             "replaced": [note.text for note in record.replaced],
             "fallbacks": [note.text for note in record.fallbacks],
+            "times_replaced": sum(note.times for note in record.replaced),
+            "times_fallen_back": sum(note.times for note in record.fallbacks),
             "sites": [
                 {
                     "upstream": site.upstream,

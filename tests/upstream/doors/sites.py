@@ -1,0 +1,42 @@
+"""Door: the module of every site, imported in the order of the patches, then every library that a door may touch.
+
+What is not installed stays out.
+
+    python tests/upstream/doors/sites.py --import-fusepatch
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from contextlib import suppress
+from typing import Any
+
+import script
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    script.run(door, parser)
+
+
+def door(arguments: argparse.Namespace) -> dict[str, Any]:
+    if not arguments.import_fusepatch:
+        sys.exit("sites.py: without --import-fusepatch there are no sites")
+    from observe import DISTRIBUTIONS
+
+    import fusepatch
+
+    for patch in fusepatch.status():
+        for site in patch.sites:
+            with suppress(ModuleNotFoundError):
+                importlib.import_module(site.module)
+    for import_name in DISTRIBUTIONS.values():
+        with suppress(ModuleNotFoundError):
+            importlib.import_module(import_name)
+    return {"door": "sites", "models": {}}
+
+
+if __name__ == "__main__":
+    main()

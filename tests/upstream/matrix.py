@@ -1,0 +1,233 @@
+"""Run rows of the matrix and write down what became of every site: `python tests/upstream/matrix.py --help`.
+
+Each row's environment or overlay is made on demand below a folder and kept for the next run. Then, each in a fresh process: the
+module of every site is imported, and the row's doors are opened without fusepatch and with it. A row's results lie in
+`RESULTS/NAME.json` below the folder; `--write` puts them into `outcomes.json`, from which the page is generated.
+Exit status 1 where an outcome is not the expected one, or a door does not open.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from packaging.requirements import Requirement
+from rows import FOLDER, OPTIONS, Key, Row, enter, make_environment, make_overlay, outcomes, rows
+
+CHECKOUT = FOLDER.parents[1]
+OUTCOMES = FOLDER / "outcomes.json"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--all", action="store_true", help="the whole matrix; without it, the chosen set")
+    parser.add_argument("--rows", nargs="+", default=[], metavar="TEXT", help="only rows whose name contains a TEXT")
+    parser.add_argument("--list", action="store_true", help="print the names of the rows, and run nothing")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="how many rows run at once (default: 1)")
+    parser.add_argument("--folder", type=Path, default=CHECKOUT / ".tox" / "matrix", help="where environments are kept")
+    parser.add_argument("--write", action="store_true", help=f"put the results into {OUTCOMES.name}")
+    arguments = parser.parse_args()
+
+    chosen = choose(arguments.rows, arguments.all)
+    if arguments.list:
+        print("\n".join(row.name for row in chosen))
+        return 0
+    if not chosen:
+        print(f"matrix.py: no row has {' or '.join(arguments.rows)} in its name; --list shows them", file=sys.stderr)
+        return 2
+    results: dict[str, Any] = {}
+    found = []
+    for row, result in run_rows(chosen, arguments.folder, arguments.jobs):
+        if "failed" not in result:
+            results[row.name] = result
+        found += differences(row, result)
+        if arguments.write:  # after every row: what has been run is kept where a later row stops the run
+            OUTCOMES.write_text(merged(results, arguments.all and not arguments.rows), encoding="utf-8")
+    print(f"\n{len(chosen)} rows; {len(found) or 'no'} differences from what matrix.toml expects")
+    print("\n".join(found))
+    return 1 if found else 0
+
+
+def choose(texts: Sequence[str], everything: bool) -> list[Row]:
+    """The rows to run: those named by a part of their name, whatever their set; else the chosen set, or all."""
+    if texts:
+        return [row for row in rows() if any(text in row.name for text in texts)]
+    return [row for row in rows() if everything or row.runs_in != "whole"]
+
+
+def run_rows(chosen: Iterable[Row], folder: Path, jobs: int) -> Iterator[tuple[Row, dict[str, Any]]]:
+    """Each row with its result as it ends, and one line printed for it; `failed` is the result of a row that cannot run."""
+    results = folder / "results"
+    results.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(jobs) as pool:
+        running = []
+        for row in chosen:
+            started = time.monotonic()
+            python = make_environment(row, folder / "environments" / row.factor)
+            overlay = [make_overlay(row.overlay, python, folder / "overlays")] if row.overlay else []
+            if time.monotonic() - started > 1:
+                print(f"{row.name}: installed in {time.monotonic() - started:.0f} s", flush=True)
+            running.append(pool.submit(_run_row, row, python, [*overlay, CHECKOUT]))
+        for future in as_completed(running):
+            row, result, seconds = future.result()
+            (results / f"{row.name}.json").write_text(as_json(result), encoding="utf-8")
+            wrong = differences(row, result)
+            verdict = f"{len(wrong)} DIFFERENCES" if wrong else "as expected"
+            print(f"{row.name}: {verdict} ({seconds:.0f} s)", flush=True)
+            yield row, result
+
+
+def _run_row(row: Row, python: Path, paths: Sequence[Path]) -> tuple[Row, dict[str, Any], float]:
+    started = time.monotonic()
+    try:
+        result = record(row.doors, python, paths)
+    except (AssertionError, subprocess.TimeoutExpired) as error:
+        result = {"failed": str(error)}
+    return row, result, time.monotonic() - started
+
+
+def record(doors: Iterable[str], python: Path, paths: Sequence[Path]) -> dict[str, Any]:
+    """What one environment shows: the versions that were imported, every site's outcome, and what went through the doors.
+
+    Returns a JSON object:
+        versions: of Python and of every library that was imported, by distribution.
+        sites: patch id -> upstream -> module -> outcome with its flags.
+        reasons: patch id -> module -> why, for every site that is not simply APPLIED.
+        doors: door -> `plain` and `patched`: model -> the kernels of Liger in it; `ledger`: patch id -> how many calls went
+            through it, how many values it replaced and how often it left a call to upstream. Or `failed`.
+    """
+    seen = enter("sites", python=python, paths=paths, patched=True)
+    found, reasons = outcomes(seen["fusepatch"])
+    return {
+        "versions": seen["versions"],
+        "sites": _nested(found),
+        "reasons": _reasons(found, reasons),
+        "doors": {door: _through(door, python, paths) for door in doors},
+    }
+
+
+def _through(door: str, python: Path, paths: Sequence[Path]) -> dict[str, Any]:
+    options = OPTIONS.get(door, ())
+    try:
+        plain = enter(door, *options, python=python, paths=paths, patched=False)
+        patched = enter(door, *options, python=python, paths=paths, patched=True)
+    except (AssertionError, subprocess.TimeoutExpired) as error:
+        return {"failed": str(error)}
+    ledger = {
+        patch: {"calls": seen["calls"], "replaced": seen["times_replaced"], "left": seen["times_fallen_back"]}
+        for patch, seen in patched["fusepatch"].items()
+    }
+    return {
+        "plain": _kernels(plain),
+        "patched": _kernels(patched),
+        "ledger": {patch: counts for patch, counts in ledger.items() if any(counts.values())},
+    }
+
+
+def _kernels(seen: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        name: ", ".join(kernel for kernel, there in model["liger"].items() if there) or "none"
+        for name, model in seen["models"].items()
+    }
+
+
+def differences(row: Row, result: Mapping[str, Any]) -> list[str]:
+    """What is not as the matrix says, one text each."""
+    if "failed" in result:
+        return [f"{row.name}: its sites cannot be looked at: {result['failed']}"]
+    found = flat(result["sites"])
+    lines = []
+    for key in sorted({*found, *row.expected}):
+        wanted, is_there = row.expected.get(key, "no such site"), found.get(key, "no such site")
+        if wanted != is_there:
+            patch, _, module = key
+            reason = result["reasons"].get(patch, {}).get(module, "")
+            lines.append(
+                f"{row.name}: {patch} at {module}: expected {wanted}, found {is_there}" + f" ({reason})" * bool(reason)
+            )
+    for door in row.doors:
+        seen = result["doors"].get(door, {"failed": "was not opened"})
+        if "failed" in seen:
+            lines.append(f"{row.name}: the door {door} does not open: {seen['failed']}")
+        elif not seen["ledger"]:
+            lines.append(f"{row.name}: no patch counted a call behind the door {door}")
+    return [*lines, *_wrong_versions(row, result["versions"])]
+
+
+def _wrong_versions(row: Row, versions: Mapping[str, str]) -> list[str]:
+    overlaid = [Requirement(text) for text in row.overlay]
+    names = {pin.name for pin in overlaid}
+    own = [pin for pin in map(Requirement, (*row.requirements, *row.no_deps)) if pin.name not in names]
+    lines = []
+    for pin in (*own, *overlaid):
+        found = versions.get(pin.name)
+        if found is not None and not pin.specifier.contains(found, prereleases=True):
+            lines.append(f"{row.name}: {pin} is in the matrix, {found} was imported")
+    if not versions["python"].startswith(f"{row.python}."):
+        lines.append(f"{row.name}: Python {row.python} is in the matrix, {versions['python']} ran")
+    return lines
+
+
+def flat(sites: Mapping[str, Any]) -> dict[Key, str]:
+    """The sites of a result by their key."""
+    return {
+        (patch, upstream, module): outcome
+        for patch, upstreams in sites.items()
+        for upstream, modules in upstreams.items()
+        for module, outcome in modules.items()
+    }
+
+
+def _nested(found: Mapping[Key, str]) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    for (patch, upstream, module), outcome in found.items():
+        nested.setdefault(patch, {}).setdefault(upstream, {})[module] = outcome
+    return nested
+
+
+def _reasons(found: Mapping[Key, str], reasons: Mapping[Key, str]) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    for key, outcome in found.items():
+        if outcome != "APPLIED":
+            patch, _, module = key
+            nested.setdefault(patch, {})[module] = reasons[key]
+    return nested
+
+
+def merged(results: Mapping[str, Any], everything: bool) -> str:
+    """The text of the file of outcomes with these results: in place of all that it held, or over it.
+
+    Rows that the matrix no longer has are dropped; those that have not been run are named.
+    """
+    import fusepatch
+
+    before = {} if everything or not OUTCOMES.is_file() else json.loads(OUTCOMES.read_text(encoding="utf-8"))["rows"]
+    known = [row.name for row in rows()]
+    kept = {name: result for name, result in {**before, **results}.items() if name in known}
+    return as_json(
+        {
+            "date": datetime.date.today().isoformat(),
+            "fusepatch": fusepatch.__version__,
+            "rows": kept,
+            "not run": [name for name in known if name not in kept],
+        }
+    )
+
+
+def as_json(value: Any) -> str:
+    """Sorted and indented, so that a change is a readable difference."""
+    return json.dumps(value, indent=1, sort_keys=True) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
