@@ -104,7 +104,25 @@ def render(matrix: Mapping[str, Any]) -> str:
             ],
         ),
     ]
+    sections.append(
+        _section(
+            "matrix",
+            "what becomes of every site, row by row: the chosen set; `-- --all` for the whole matrix",
+            ["uv==0.13.9"],
+            ["python tests/upstream/matrix.py --folder {work_dir}{/}matrix --jobs 2 {posargs}"],
+        )
+    )
+    sections.append(
+        _section(
+            "drift",
+            "the newest releases and nightlies: what changed against the recorded outcomes",
+            ["uv==0.13.9"],
+            ["python tests/upstream/drift.py --folder {work_dir}{/}drift {posargs}"],
+        )
+    )
     for name, factor in factors.items():
+        if factor.get("runs_in", "tests") != "tests":
+            continue
         sections.append(
             _section(
                 name,

@@ -104,7 +104,7 @@ def record(doors: Iterable[str], python: Path, paths: Sequence[Path]) -> dict[st
         sites: patch id -> upstream -> module -> outcome with its flags.
         reasons: patch id -> module -> why, for every site that is not simply APPLIED.
         doors: door -> `plain` and `patched`: model -> the kernels of Liger in it; `ledger`: patch id -> how many calls went
-            through it, how many values it replaced and how often it left a call to upstream. Or `failed`.
+            through it, how many values it replaced, how many fallbacks it recorded. Or `failed`.
     """
     seen = enter("sites", python=python, paths=paths, patched=True)
     found, reasons = outcomes(seen["fusepatch"])
@@ -124,7 +124,7 @@ def _through(door: str, python: Path, paths: Sequence[Path]) -> dict[str, Any]:
     except (AssertionError, subprocess.TimeoutExpired) as error:
         return {"failed": str(error)}
     ledger = {
-        patch: {"calls": seen["calls"], "replaced": seen["times_replaced"], "left": seen["times_fallen_back"]}
+        patch: {"calls": seen["calls"], "replaced": seen["times_replaced"], "fallbacks": seen["times_fallen_back"]}
         for patch, seen in patched["fusepatch"].items()
     }
     return {

@@ -123,12 +123,12 @@ def enter(
     return seen
 
 
-def make_environment(row: Row, folder: Path, upgrade: bool = False) -> Path:
-    """The interpreter of a row's environment, made in `folder` unless it is there with these very requirements."""
+def make_environment(row: Row, folder: Path, anew: bool = False) -> Path:
+    """The interpreter of a row's environment, made in `folder` unless it is there with these very requirements, or is wanted `anew`."""
     python = folder / "bin" / "python"
     written = folder / "requirements.txt"
     wanted = "\n".join([row.python, *row.requirements, "--no-deps", *row.no_deps])
-    if not upgrade and written.is_file() and written.read_text(encoding="utf-8") == wanted:
+    if not anew and written.is_file() and written.read_text(encoding="utf-8") == wanted:
         return python
     shutil.rmtree(folder, ignore_errors=True)
     _uv("venv", "--python", _interpreter(row.python), str(folder))
@@ -139,12 +139,13 @@ def make_environment(row: Row, folder: Path, upgrade: bool = False) -> Path:
     return python
 
 
-def make_overlay(requirements: tuple[str, ...], python: str | Path, root: Path) -> Path:
-    """The folder of an overlay below `root`, installed there if it is not yet."""
+def make_overlay(requirements: tuple[str, ...], python: str | Path, root: Path, nightly: bool = False) -> Path:
+    """The folder of an overlay below `root`, installed there if it is not yet; pre-releases count where it is a `nightly`."""
     folder = root / "+".join(requirements)
     if not folder.is_dir():
         partial = folder.with_name(folder.name + ".partial")
-        _uv("pip", "install", "--no-deps", "--python", str(python), "--target", str(partial), *requirements)
+        early = ["--prerelease", "allow"] if nightly else []
+        _uv("pip", "install", *early, "--no-deps", "--python", str(python), "--target", str(partial), *requirements)
         partial.rename(folder)
     return folder
 
