@@ -6,13 +6,15 @@ The variables come from `settings.TABLE`, the patches from their declarations, s
 from __future__ import annotations
 
 import functools
+import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import groupby
 from pathlib import Path
 
 from fusepatch import settings
-from fusepatch.engine import contract
-from fusepatch.engine.patch import Patch, Site
+from fusepatch.docs_examples import EXAMPLES, Example
+from fusepatch.engine.patch import Patch, Site, Slot
 from fusepatch.patches import PATCHES
 
 COMMAND = "python -m fusepatch.docs_pages"
@@ -42,24 +44,24 @@ raised, because its own forward depends on it. Every value that was replaced is 
 - The variables are read once, when fusepatch is activated. A value that cannot be read, and two values that contradict
   each other, raise `fusepatch.SettingError` at `import fusepatch`, and nothing is patched. In a child process that was
   switched on from outside, one line on stderr says so, and the program runs on unpatched.
-- A `FUSEPATCH_*` name that is not in the table changes nothing; one warning names the nearest known one.
+- A `FUSEPATCH_*` name that is not on this page changes nothing; one warning names the nearest known one.
 """
 
 
 def environment_page() -> str:
-    """`environment.md`: who wins, and the table of variables."""
-    lines = [_GENERATED, "", "# Environment variables", "", _PRECEDENCE]
-    lines += ["## The variables", "", "| variable | values | default | meaning | read by |", "|---|---|---|---|---|"]
+    """`environment.md`: who wins, and a section for each variable."""
+    lines = [_GENERATED, "", "# Environment variables", "", _PRECEDENCE, "## The variables"]
     for variable in settings.TABLE:
-        name = f"`{variable.shown_name}`"
-        lines.append(_row(name, variable.values, variable.default, variable.meaning, variable.read_by))
+        lines += ["", f"### `{variable.shown_name}`", ""]
+        lines += [f"{variable.values}. Default: {variable.default}. Read by {_reader(variable.read_by)}.", ""]
+        lines += [" ".join(variable.meaning.split())]
     return "\n".join(lines) + "\n"
 
 
 def patches_page() -> str:
     """`patches.md`: the patches, with a link to the page of each."""
     lines = [_GENERATED, "", "# Patches", "", "| patch | promise |", "|---|---|"]
-    lines += [_row(f"[`{patch.id}`](patches/{patch.id}.md)", patch.promise) for patch in PATCHES]
+    lines += [f"| [`{patch.id}`](patches/{patch.id}.md) | {_code(patch.promise)} |" for patch in PATCHES]
     lines += [
         "",
         "`python -m fusepatch explain ID` prints the same for one patch, with what becomes of it where you run it; "
@@ -100,26 +102,51 @@ def main() -> int:
 
 
 def _about(patch: Patch) -> Iterator[str]:
-    yield from (f"# {patch.id}", "", patch.promise, "", "## Why", "", patch.why, "")
-    yield from ("## What it changes", "", *(f"- {change}" for change in patch.changes), "")
+    yield from (f"# {patch.id}", "", _code(patch.promise), "", "## Why", "", _code(patch.why), "")
+    yield from ("## What it changes", "", *_bullets(patch.changes), "")
+    if patch.id in EXAMPLES:
+        yield from _before_and_after(EXAMPLES[patch.id])
     yield from ("## Switches", "", f"`FUSEPATCH_DISABLE={patch.id}` leaves this patch out.", "")
+    if patch.requested_by:
+        yield from (f"It changes nothing until `{patch.requested_by}` is set.", "")
     if patch.variables:
         yield from (_variable(name) for name in patch.variables)
         yield from ("", "Who wins where several have a say: [environment variables](../environment.md#who-wins).", "")
     if patch.limits:
-        yield from ("## Known limits", "", *(f"- {limit}" for limit in patch.limits), "")
+        yield from ("## Known limits", "", *_bullets(patch.limits), "")
     yield from (
         "## Where",
         "",
-        "A version outside *supported* is left alone. Inside it, the shape of the target decides whether the patch is applied; "
-        "a version that is not in *tested* is flagged `untested`.",
+        "A version outside *supported* is left alone. Inside it, the shape of the target decides whether the patch is applied: "
+        "it has to take the parameters in parentheses. A version that is not in *tested* is flagged "
+        "`untested`.",
         "",
-        "| module | shipped by | supported | tested | targets |",
-        "|---|---|---|---|---|",
     )
-    yield from (_site_row(site) for site in patch.sites)
+    for (distributions, supported, tested), sites in groupby(patch.sites, _versions):
+        named = " or ".join(f"`{name}`" for name in distributions)
+        yield f"- {named}: supported `{supported}`, tested `{tested}`"
+        yield from (f"  - `{site.module}`: {', '.join(_target(slot) for slot in site.slots)}" for site in sites)
     yield from ("", "## Upstream", "", *(f"- {_linked(reference)}" for reference in patch.upstream), "")
-    yield from (f"**Fixed in**: {patch.fixed_in}", "", f"**Can be removed when**: {patch.remove_when}")
+    yield from ("## When it can be removed", "", f"Fixed in: {_code(patch.fixed_in)}.", "")
+    yield f"It can go when {_code(patch.remove_when)}."
+
+
+def _before_and_after(example: Example) -> Iterator[str]:
+    variables = " ".join(
+        f"{name}='{value}'" if '"' in value else f"{name}={value}" for name, value in example.variables.items()
+    )
+    versions = " and ".join(f"{name} {version}" for name, version in example.versions.items())
+    yield from ("## Before and after", "", "```python", example.code.rstrip(), "```", "")
+    yield from (f"With {versions} on a CPU it prints", "", "```text", example.before.rstrip(), "```", "")
+    with_variables = f" and `{variables}` in the environment" if variables else ""
+    yield from (
+        f"and, with `import fusepatch` as its first line{with_variables},",
+        "",
+        "```text",
+        example.after.rstrip(),
+        "```",
+        "",
+    )
 
 
 def _variable(name: str) -> str:
@@ -129,18 +156,55 @@ def _variable(name: str) -> str:
     return f"- **`{variable.shown_name}`**: {variable.values}; default {variable.default}. {meaning}"
 
 
-def _site_row(site: Site) -> str:
-    distributions = ", ".join(f"`{name}`" for name in site.upstream.distributions)
-    targets = "; ".join(f"`{slot.path}`{contract.describe(slot).removeprefix(slot.path)}" for slot in site.slots)
-    return _row(f"`{site.module}`", distributions, f"`{site.supported}`", f"`{site.tested}`", targets)
+def _reader(read_by: str) -> str:
+    readers = {f"`{patch.id}`": f"[`{patch.id}`](patches/{patch.id}.md)" for patch in PATCHES}
+    return re.sub(r"`[^`]+`", lambda found: readers.get(found.group(), found.group()), read_by)
+
+
+def _versions(site: Site) -> tuple[tuple[str, ...], str, str]:
+    return site.upstream.distributions, site.supported, site.tested
+
+
+def _target(slot: Slot) -> str:
+    wanted = [*slot.contract.parameters, *(["**kwargs"] if slot.contract.keywords else [])]
+    return f"`{slot.path}({', '.join(wanted)})`" if wanted else f"`{slot.path}`"
 
 
 def _linked(reference: str) -> str:
+    found = re.fullmatch(r"https://github\.com/([^/]+/[^/]+)/(?:issues|pull)/(\d+)", reference)
+    if found is not None:
+        return f"[{found.group(1)}#{found.group(2)}]({reference})"
     return f"<{reference}>" if reference.startswith("https://") else reference
 
 
-def _row(*cells: str) -> str:
-    return "| " + " | ".join(" ".join(cell.replace("|", r"\|").split()) for cell in cells) + " |"
+def _bullets(texts: Iterable[str]) -> Iterator[str]:
+    return (f"- {_code(text)}" for text in texts)
+
+
+_IDENTIFIER = re.compile(
+    r"""
+      `[^`]*`                                                    # code already
+    | https?://\S+
+    | [\w.]*\w=(?:"[^"]*"|[\w-]+(?:\.[\w-]+)*)                   # fused=True, optim="adamw_torch"
+    | [A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+(?:\(\.*\)(?:\.\w+\(\))?)?  # torch.optim.AdamW, ray.client(...).connect()
+    | \w+://
+    | "\w+_\w+"
+    | \*\*\w+
+    | \w*_\w+(?:\(\)|\['\w+'\])?                                # lm_head, zero_grad(), runtime_env['env_vars']
+    | \w+\(\w*\)                                                  # step(), type(optimizer)
+    """,
+    re.VERBOSE,
+)
+
+
+def _code(text: str) -> str:
+    """A text of a declaration with its identifiers as code: elsewhere it is printed to terminals, where none is marked."""
+    return _IDENTIFIER.sub(_as_code, text)
+
+
+def _as_code(found: re.Match[str]) -> str:
+    word = found.group()
+    return word if word.startswith(("`", "https://", "http://")) else f"`{word}`"
 
 
 if __name__ == "__main__":
