@@ -85,9 +85,7 @@ def choose_backend(device: torch.device, dtype: torch.dtype, requested: str = "a
             f"logits are held in {str(dtype)[6:]}, and log-probabilities are less accurate"
         )
     why_not = None
-    if requested == "torch":
-        reasons.append("the torch form was requested")
-    else:
+    if requested != "torch":
         why_not = _why_not_triton(device, dtype)
         if why_not is not None and requested == "triton":
             raise BackendUnavailableError(

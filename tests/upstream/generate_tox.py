@@ -21,8 +21,8 @@ NEWEST = "latest"
 STACK = ("torch", "triton", "transformers", "trl", "accelerate", "peft", "datasets", "requests", "liger-kernel")
 """What of the newest factor the fixed environments install."""
 
-TEST_TOOLS = ("pytest==9.2.0", "rich==15.0.0", "build==1.6.1", "uv==0.13.9")
-LINT_TOOLS = ("ruff==0.17.6", "mypy==2.4.1")
+TEST_TOOLS = ("pytest==9.2.0", "pytest-xdist==3.8.0", "rich==15.0.0", "build==1.6.1", "uv==0.13.9")
+LINT_TOOLS = ("ruff==0.17.6", "mypy==2.4.1", "pytest==9.2.0")
 
 DOCS_TOOLS = (
     "sphinx==9.0.4",
