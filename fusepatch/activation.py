@@ -150,6 +150,8 @@ def _page(patch: Patch, record: PatchRecord, read: settings.Settings, where: str
     lines += [f"  - {change}" for change in patch.changes]
     lines += ["", "Known limits:", *(f"  - {limit}" for limit in patch.limits)]
     lines += ["", "Variables:", *(f"  {line}" for line in _variables(patch, read))]
+    if not is_requested(patch, read):
+        lines.append(f"  It changes nothing until {patch.requested_by} is set.")
     lines += ["", "Upstream:", *(f"  - {link}" for link in patch.upstream)]
     lines += ["", f"Fixed in: {patch.fixed_in}", f"Can be removed when: {patch.remove_when}"]
     lines += ["", f"{where}: {record.outcome.value}"]
@@ -165,9 +167,10 @@ def _page(patch: Patch, record: PatchRecord, read: settings.Settings, where: str
 def summary() -> str:
     """One line: what is applied, what waits for an import, what is not applied, where to look.
 
-    A patch none of whose libraries is installed is left out.
+    A patch none of whose libraries is installed is left out, and one that changes nothing because nobody asked for it.
     """
-    records = [record for record in status() if _concerns_this_environment(record)]
+    asked_for = {patch.id for patch in PATCHES if is_requested(patch, settings.current())}
+    records = [record for record in status() if record.id in asked_for and _concerns_this_environment(record)]
     applied = [record.id for record in records if record.outcome is Outcome.APPLIED]
     waiting = [record.id for record in records if record.outcome is Outcome.PENDING]
     told = (Outcome.APPLIED, Outcome.PENDING)
@@ -178,6 +181,12 @@ def summary() -> str:
     if others:
         parts.append(f"not applied: {', '.join(others)}")
     return f"{'; '.join(parts)}. `python -m fusepatch status` and `fusepatch.status()` say why."
+
+
+def is_requested(patch: Patch, read: settings.Settings) -> bool:
+    """Whether the patch acts by itself, or the variable that asks for it is set to do so."""
+    variable = settings.find(patch.requested_by)
+    return variable is None or bool(getattr(read, variable.field))
 
 
 def _concerns_this_environment(record: PatchRecord) -> bool:

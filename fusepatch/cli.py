@@ -228,6 +228,7 @@ def _status(options: argparse.Namespace) -> int:
     else:
         print(f"{_this_process()}: what a fresh process would do\n")
         _print_records(records)
+        _print_not_requested()
         print(
             "\n" + terminal.wrap("`explain ID` says more of a patch, `check` applies them for real.", terminal.width())
         )
@@ -255,6 +256,7 @@ def _check(options: argparse.Namespace) -> int:
     else:
         print(f"{_this_process()}: what was applied here\n")
         _print_records(records)
+        _print_not_requested()
         print("\n" + terminal.wrap(f"exit status {status}: {_verdict(status, records, missing)}", terminal.width()))
     return status
 
@@ -462,6 +464,14 @@ def _print_records(records: Sequence[PatchRecord]) -> None:
         for number, (cells, modules) in enumerate(groups.items()):
             rows.append((record.id if number == 0 else "", _listed(modules), *cells))
     terminal.print_table(("patch", "module", "version", "outcome", "why"), rows, terminal.width())
+
+
+def _print_not_requested() -> None:
+    read = settings.read(os.environ)
+    idle = [f"{patch.id} ({patch.requested_by})" for patch in PATCHES if not activation.is_requested(patch, read)]
+    if idle:
+        text = f"Nothing is changed, until its variable is set, by {' and by '.join(idle)}."
+        print("\n" + terminal.wrap(text, terminal.width()))
 
 
 def _listed(modules: Sequence[str]) -> str:

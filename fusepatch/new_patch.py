@@ -48,6 +48,7 @@ PATCH = Patch(
     fixed_in="FILL IN: the first release that needs no patch, or: no release",
     remove_when="FILL IN: when this file can be deleted",
     variables=(),  # FILL IN: the FUSEPATCH_* names that it reads, each a row of settings.TABLE; () for none
+    requested_by="",  # FILL IN: that one of them without which it changes nothing; "" where it acts by itself
     changes=("FILL IN: one line per change that a user could notice",),
     limits=("FILL IN: one line per case that is not covered; () for none",),
     sites=(

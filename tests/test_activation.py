@@ -166,6 +166,20 @@ def test_the_one_line_tells_what_waits_from_what_is_not_applied() -> None:
         assert "ray.worker_setup" not in line
 
 
+def test_the_one_line_names_a_patch_on_request_where_it_was_asked_for() -> None:
+    code = """
+    import fusepatch
+    from fusepatch.activation import summary
+    print(summary())
+    """
+    (line,) = lines(code, FUSEPATCH_OPTIMIZER_IN_BACKWARD="0")
+    assert "optimizer.class" not in line
+    assert "optimizer.in_backward" not in line
+    (line,) = lines(code, FUSEPATCH_OPTIMIZER_CLASS="torch.optim.SGD", FUSEPATCH_OPTIMIZER_IN_BACKWARD="1")
+    if importlib.util.find_spec("torch") is not None:
+        assert "optimizer.class, optimizer.flags, optimizer.in_backward" in line
+
+
 def test_many_threads_activating_at_once_are_one_activation() -> None:
     code = """
     import os, threading

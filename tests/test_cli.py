@@ -241,6 +241,23 @@ def test_status_names_what_is_switched_off() -> None:
             assert record["reason"].startswith(why)
 
 
+def test_what_nobody_asked_for_is_said_to_change_nothing() -> None:
+    def said(*arguments: str, **env: str) -> str:
+        done = command(*arguments, env=env)
+        assert done.returncode == 0, done.stderr
+        return " ".join(done.stdout.split())
+
+    by = "Nothing is changed, until its variable is set, by "
+    optimizer_class = "optimizer.class (FUSEPATCH_OPTIMIZER_CLASS)"
+    in_backward = "optimizer.in_backward (FUSEPATCH_OPTIMIZER_IN_BACKWARD)"
+    assert f"{by}{optimizer_class} and by {in_backward}." in said("status", FUSEPATCH_OPTIMIZER_IN_BACKWARD="0")
+    assert f"{by}{optimizer_class}." in said("status", FUSEPATCH_OPTIMIZER_IN_BACKWARD="1")
+    assert by not in said("status", FUSEPATCH_OPTIMIZER_IN_BACKWARD="1", FUSEPATCH_OPTIMIZER_CLASS="torch.optim.SGD")
+    until = "It changes nothing until FUSEPATCH_OPTIMIZER_CLASS is set."
+    assert until in said("explain", "optimizer.class")
+    assert until not in said("explain", "optimizer.class", FUSEPATCH_OPTIMIZER_CLASS="torch.optim.SGD")
+
+
 def test_status_names_an_unknown_variable() -> None:
     done = command("status", "--json", env={"FUSEPATCH_STRCIT": "1"})
     assert records(done)[LIGER]["outcome"] == "PENDING"

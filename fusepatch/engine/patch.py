@@ -115,7 +115,10 @@ class Site(NamedTuple):
 
 
 class Patch(NamedTuple):
-    """One promise. The texts are shown by `explain` and by the generated documentation."""
+    """One promise. The texts are shown by `explain` and by the generated documentation.
+
+    `requested_by` is the variable without which the patch changes nothing; it is empty where the patch acts by itself.
+    """
 
     id: str
     promise: str
@@ -124,6 +127,7 @@ class Patch(NamedTuple):
     fixed_in: str
     remove_when: str
     variables: tuple[str, ...]
+    requested_by: str
     changes: tuple[str, ...]
     limits: tuple[str, ...]
     sites: tuple[Site, ...]

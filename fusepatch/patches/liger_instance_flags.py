@@ -323,6 +323,7 @@ PATCH = Patch(
     fixed_in="verl 0.8.0 and Trinity-RFT 0.6.0 pass fused_linear_cross_entropy=False themselves; no release has switches per kernel",
     remove_when="no supported verl is older than 0.8.0, and every framework hands the user's flags to Liger",
     variables=("FUSEPATCH_LIGER_",),
+    requested_by="",
     changes=(
         "a call from verl or Trinity-RFT that does not say gets fused_linear_cross_entropy=False",
         "every flag in the environment reaches the function of the model, over what a framework hard-codes",

@@ -241,6 +241,7 @@ PATCH = Patch(
     fixed_in="verl 0.6.1 takes optimizer and optimizer_impl, unchecked; the Trainer's optimizer_cls_and_kwargs needs code",
     remove_when="every framework takes a class by path and checks its arguments",
     variables=("FUSEPATCH_OPTIMIZER_CLASS", "FUSEPATCH_OPTIMIZER_KWARGS", "FUSEPATCH_OPTIMIZER_SCOPE"),
+    requested_by="FUSEPATCH_OPTIMIZER_CLASS",
     changes=(
         "where a framework constructs torch.optim.AdamW, the object that it gets is one of the class that "
         "FUSEPATCH_OPTIMIZER_CLASS names: type(optimizer) is that class, built by its own constructor",

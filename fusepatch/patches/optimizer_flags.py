@@ -377,6 +377,7 @@ PATCH = Patch(
         "FUSEPATCH_OPTIMIZER_EPS",
         "FUSEPATCH_OPTIMIZER_SCOPE",
     ),
+    requested_by="",
     changes=(
         "an optimizer of torch that transformers, TRL, verl, Trinity-RFT, LLaMA-Factory, axolotl, ms-swift or AReaL constructs "
         "without saying gets fused=True, per param group, where class, device, dtype and mesh allow it; where not, the "

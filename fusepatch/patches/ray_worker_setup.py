@@ -182,6 +182,7 @@ PATCH = Patch(
     fixed_in="no release: by design",
     remove_when="the frameworks load plugins in every process that trains",
     variables=(),
+    requested_by="",
     changes=(
         "ray.init, called or automatic, gets FUSEPATCH=1 and the variables in force into runtime_env['env_vars'], and a "
         "worker_process_setup_hook that imports fusepatch in every worker of the job before any task or actor: nested "

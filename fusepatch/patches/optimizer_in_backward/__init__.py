@@ -27,6 +27,7 @@ PATCH = Patch(
     fixed_in="nowhere; the Trainer has layer-wise forms of a few optimizers (GaLore, LOMO, Apollo)",
     remove_when="the frameworks offer it themselves",
     variables=("FUSEPATCH_OPTIMIZER_IN_BACKWARD",),
+    requested_by="FUSEPATCH_OPTIMIZER_IN_BACKWARD",
     changes=(
         "with FUSEPATCH_OPTIMIZER_IN_BACKWARD=1, each parameter of the transformers Trainer and of the trainers derived from it "
         "(TRL's SFTTrainer; any with one backward per optimizer step) is updated in backward by the one real optimizer, and its "
