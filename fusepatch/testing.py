@@ -25,7 +25,7 @@ import fusepatch
 from fusepatch import activation, process_record, reports, settings
 from fusepatch.engine import ledger
 from fusepatch.engine.patch import Outcome, Reason
-from fusepatch.errors import SettingError, UnknownPatchError
+from fusepatch.errors import UnknownPatchError
 from fusepatch.patches import PATCHES
 
 if sys.version_info >= (3, 11):
@@ -41,12 +41,6 @@ NOTES_SHOWN = 20
 """Distinct notes printed per patch and kind; `FUSEPATCH_REPORT` keeps all of them."""
 
 _INERT = os.environ.get(activation.SWITCH, "").strip() == "0"
-
-if not _INERT:
-    try:
-        activation.activate()
-    except SettingError as error:
-        raise pytest.UsageError(f"-p fusepatch.testing: {error}") from None
 
 
 class Deselection(NamedTuple):

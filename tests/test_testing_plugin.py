@@ -286,11 +286,6 @@ def test_require_asks_nothing_of_a_session_that_only_collects(tmp_path: Path) ->
     ("arguments", "env", "text"),
     [
         (
-            (),
-            {"FUSEPATCH_STRICT": "yes"},
-            "-p fusepatch.testing: FUSEPATCH_STRICT='yes' cannot be read: accepted is 0, 1.",
-        ),
-        (
             ("--fusepatch-require", "optimizer.flag"),
             {},
             "there is no patch 'optimizer.flag'; the nearest is optimizer.flags",
@@ -307,9 +302,11 @@ def test_usage_errors(tmp_path: Path, arguments: tuple[str, ...], env: Mapping[s
     assert "passed" not in done.stdout
 
 
-def test_the_import_by_user_code_still_raises_what_it_raised(tmp_path: Path) -> None:
-    done = run([sys.executable, "-c", "import fusepatch"], env={"FUSEPATCH_STRICT": "yes"})
-    assert "fusepatch.errors.SettingError: FUSEPATCH_STRICT='yes'" in done.stderr
+def test_a_value_that_cannot_be_read_stops_pytest(tmp_path: Path) -> None:
+    done = pytest_in(tmp_path, code="def test_it(): pass", env={"FUSEPATCH_STRICT": "yes"})
+    assert done.returncode != 0
+    assert "SettingError: FUSEPATCH_STRICT='yes' cannot be read: accepted is 0, 1." in done.stderr
+    assert "passed" not in done.stdout
 
 
 def test_the_switch_makes_the_plugin_inert(tmp_path: Path) -> None:
