@@ -37,7 +37,12 @@ VERL = "verl==0.7.1"
 VERL_IMPORTS = ("ray", "tensordict", "hydra-core", "codetiming", "torchdata", "pillow")
 """What verl's engine imports; its own pins contradict the newest stack, so it is installed without dependencies."""
 
-UPSTREAM_TESTS = "tests/upstream tests/patches/test_optimizer_flags_verl.py tests/patches/test_optimizer_class_verl.py"
+UPSTREAM_TESTS = " ".join(
+    [
+        "tests/upstream",
+        *sorted(f"tests/patches/{path.name}" for path in (MATRIX.parents[1] / "patches").glob("test_*_verl*.py")),
+    ]
+)
 """What the environments of the factors run: all that skips itself where an upstream is missing."""
 
 HEAD = """\
