@@ -316,10 +316,11 @@ def _keep_flags(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     return {**state_dict, "param_groups": groups}
 
 
-def _settled_by_first_step(managed: _Managed) -> Callable[[Any, Any, Any], None]:
-    """A step pre-hook that looks once at what the parameters did not show before: their device, sparse gradients.
+def _settled_by_first_step(managed: _Managed) -> Callable[[Any, Any, Any], Any]:
+    """A step pre-hook that looks at what the parameters did not show before: their device, sparse gradients.
 
-    It stays registered, for torch iterates over the hooks when it calls it.
+    It looks until every parameter of a fused group has had a gradient, and where the step is given a closure, which makes
+    the gradients, after that. It stays registered, for torch iterates over the hooks when it calls it.
     """
     import torch
 
@@ -327,10 +328,23 @@ def _settled_by_first_step(managed: _Managed) -> Callable[[Any, Any, Any], None]
 
     settled = False
 
-    def settle(optimizer: Any, args: Any, kwargs: Any) -> None:
-        nonlocal settled
+    def settle(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if settled:
-            return
+            return None
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            look(optimizer)
+            return None
+
+        def evaluated() -> Any:
+            loss = closure()
+            look(optimizer)
+            return loss
+
+        return (args[0], evaluated, *args[2:]), {name: kwargs[name] for name in kwargs if name != "closure"}
+
+    def look(optimizer: Any) -> None:
+        nonlocal settled
         settled = True
         devices = _devices(optimizer.param_groups)
         for group in optimizer.param_groups:
@@ -350,8 +364,10 @@ def _settled_by_first_step(managed: _Managed) -> Callable[[Any, Any, Any], None]
                     )
                 else:
                     ledger.fallback(ID, f"{subject}: not fused: {obstacle}")
+            elif group["fused"] and managed.name in capability.SPARSE_GRADIENTS:
+                settled = settled and all(param.grad is not None for param in group["params"] if param.requires_grad)
 
-    uncompiled: Callable[[Any, Any, Any], None] = torch.compiler.disable(settle)  # type: ignore[no-untyped-call]
+    uncompiled: Callable[[Any, Any, Any], Any] = torch.compiler.disable(settle)  # type: ignore[no-untyped-call]
     return uncompiled
 
 

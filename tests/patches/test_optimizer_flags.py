@@ -386,6 +386,48 @@ def test_sparse_gradients_are_found_at_the_first_step(name: str) -> None:
         assert torch.equal(patched, rows(False))
 
 
+@pytest.mark.parametrize("name", ["SGD", "Adagrad"])
+@pytest.mark.parametrize("by_keyword", [False, True])
+def test_sparse_gradients_are_found_where_a_closure_makes_them(name: str, by_keyword: bool) -> None:
+    """torch's own test_rosenbrock_sparse does so: before the first step there is no gradient to look at."""
+
+    def rows(make: Any) -> Any:
+        torch.manual_seed(0)
+        embedding = torch.nn.Embedding(5, 3, sparse=True)
+        optimizer = make(getattr(torch.optim, name), embedding.parameters(), lr=0.1)
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = embedding(torch.tensor([1, 2])).square().sum()
+            loss.backward()
+            return loss
+
+        losses = [optimizer.step(closure=closure) if by_keyword else optimizer.step(closure) for _ in range(3)]
+        assert flags(optimizer, "fused") == [(None,)]
+        return torch.stack([loss.detach() for loss in losses]), embedding.weight.detach()
+
+    with active():
+        patched = rows(verl.construct)
+        assert len([text for text in fallbacks() if "at the first step: not fused" in text]) == 1
+    with inactive():
+        assert all(map(torch.equal, patched, rows(lambda kind, *args, **kwargs: kind(*args, **kwargs))))
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adagrad"])
+def test_sparse_gradients_are_found_where_they_come_after_the_first_step(name: str) -> None:
+    with active():
+        embedding, other = torch.nn.Embedding(5, 3, sparse=True), torch.nn.Parameter(torch.ones(3))
+        optimizer = verl.construct(getattr(torch.optim, name), [embedding.weight, other], lr=0.1)
+        other.sum().backward()
+        optimizer.step()
+        assert flags(optimizer, "fused") == [(True,)]
+        before = embedding.weight.detach().clone()
+        (embedding(torch.tensor([1])).sum() + other.sum()).backward()
+        optimizer.step()
+        assert flags(optimizer, "fused") == [(None,)]
+    assert not torch.equal(embedding.weight, before)
+
+
 def test_meta_parameters_are_settled_by_the_first_step() -> None:
     model = torch.nn.Linear(3, 2, device="meta")
     with active():
