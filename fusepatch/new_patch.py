@@ -53,7 +53,7 @@ PATCH = Patch(
     limits=("FILL IN: one line per case that is not covered; () for none",),
     sites=(
         Site(
-            upstream=$upstream,
+            upstream=$upstream,$doubt
             module="$import_name.FILL_IN",  # the module that defines the target, not one that imports it
             supported=">=0",  # FILL IN: the releases in which the target has this shape and needs the patch
             tested="==0",  # FILL IN: those of them in which you have seen it work
@@ -74,6 +74,7 @@ from helpers import fresh
 
 ID = "$id"
 MODULE = "$import_name.FILL_IN"
+ASKED: dict[str, str] = {}  # FILL IN: the variables that ask for it, where it does not act by itself
 
 CALL = """
 raise NotImplementedError("FILL IN: the smallest real call that shows the fault, and a print of what shows it")
@@ -83,37 +84,44 @@ CURED = "FILL IN: what CALL prints where it is not"
 
 
 def test_without_the_patch_the_fault_is_there() -> None:
-    assert FAULT in fresh("import fusepatch\\n" + CALL, env={"FUSEPATCH_DISABLE": ID}, check=True).stdout
+    assert FAULT in fresh("import fusepatch\\n" + CALL, env={**ASKED, "FUSEPATCH_DISABLE": ID}, check=True).stdout
 
 
 def test_with_the_patch_it_is_gone() -> None:
-    assert CURED in fresh("import fusepatch\\n" + CALL, check=True).stdout
+    assert CURED in fresh("import fusepatch\\n" + CALL, env=ASKED, check=True).stdout
 
 
 def test_an_import_of_fusepatch_that_comes_late_is_no_different() -> None:
-    assert CURED in fresh(f"import {MODULE}\\nimport fusepatch\\n" + CALL, check=True).stdout
+    assert CURED in fresh(f"import {MODULE}\\nimport fusepatch\\n" + CALL, env=ASKED, check=True).stdout
 
 
 def test_taken_out_again_the_fault_is_back() -> None:
     undone = f"import fusepatch, {MODULE}\\nfusepatch.deactivate({ID!r})\\n"
-    assert FAULT in fresh(undone + CALL, check=True).stdout
+    assert FAULT in fresh(undone + CALL, env=ASKED, check=True).stdout
 ''')
+
+MISSING = Template("""
+0. No library in fusepatch/patches/upstreams.py is called $subject. The patch
+   and its test say $upstream until you have put the right one there.
+""")
 
 NEXT = Template("""\
 What is left; docs/adding-a-patch.md explains each step:
-
+$missing
 1. See the fault in the installed release. Fill CALL and FAULT in the test:
      pytest $test -k without
 2. Fill the patch, then CURED. What is still open:
      grep -rnE 'FILL[ _]IN' fusepatch/patches tests/patches
      python -m fusepatch status
      pytest $test
+     pytest tests/test_faults.py tests/test_orders.py -k $id
 3. Say what must become of each site in each release: a table
      [expected."$id".$import_name]
    in tests/upstream/matrix.toml.
 4. Write the pages anew, add a row to the table in README.md and a line to
    CHANGELOG.md:
      python -m fusepatch.docs_pages
+     pytest tests/test_docs.py tests/test_readme.py tests/test_new_patch.py
 5. tox, and tox -e lint
 """)
 
@@ -141,8 +149,18 @@ def create(name: str, here: Path) -> str:
         )
     register = root / "fusepatch" / "patches" / "__init__.py"
     registered = _registered(register.read_text(encoding="utf-8"), module)
-    constant, import_name = _upstream(root, name.partition(".")[0])
-    words = {"id": name, "upstream": constant, "import_name": import_name, "patch": str(patch), "test": str(test)}
+    subject = name.partition(".")[0]
+    known = _upstreams(root)
+    named = next((constant for constant, other in known.items() if subject in (constant.lower(), other)), None)
+    constant = named or "TRANSFORMERS"
+    words = {
+        "id": name,
+        "upstream": constant,
+        "import_name": known[constant],
+        "doubt": "" if named else f"  # FILL IN: the library, in upstreams.py; {subject} is none of those there",
+        "missing": "" if named else MISSING.substitute(subject=subject, upstream=constant),
+        "test": str(test),
+    }
     (root / patch).write_text(PATCH_FILE.substitute(words), encoding="utf-8")
     (root / test).write_text(TEST_FILE.substitute(words), encoding="utf-8")
     register.write_text(registered, encoding="utf-8")
@@ -173,14 +191,10 @@ def _checkout(here: Path) -> Path:
     )
 
 
-def _upstream(root: Path, subject: str) -> tuple[str, str]:
-    """The constant and the import name of the library that the patch is named after; transformers' where it is none."""
+def _upstreams(root: Path) -> dict[str, str]:
+    """The libraries that patches can name: constant to import name."""
     text = (root / "fusepatch" / "patches" / "upstreams.py").read_text(encoding="utf-8")
-    known = dict(re.findall(r'^([A-Z]\w*) = Upstream\("(\w+)"', text, re.MULTILINE))
-    for constant, import_name in known.items():
-        if subject in (constant.lower(), import_name):
-            return constant, import_name
-    return "TRANSFORMERS", known["TRANSFORMERS"]
+    return dict(re.findall(r'^([A-Z]\w*) = Upstream\("(\w+)"', text, re.MULTILINE))
 
 
 def _registered(text: str, module: str) -> str:

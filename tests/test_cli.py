@@ -177,8 +177,9 @@ def test_at_80_columns_a_row_is_folded_and_keeps_its_words(tables: dict[str, str
         "".join(line[start:end].strip() + " " for line in block.splitlines()).strip()
         for start, end in zip(starts, [*starts[1:], None], strict=True)
     ]
-    assert columns[0] == "liger. instance_flags"
-    assert columns[1] == "liger_kernel. transformers. monkey_patch"
+    # Where they are folded depends on the longest of all the names.
+    assert columns[0].replace(" ", "") == LIGER
+    assert columns[1].replace(" ", "") == LIGER_MODULE
     assert columns[3] == "would apply"
     assert columns[4].endswith("the target has the known shape; will be applied when it is imported")
 

@@ -190,6 +190,9 @@ def test_it_can_be_done_twice_from_a_folder_below_and_finds_the_library(checkout
         text = (checkout / "fusepatch/patches" / f"{name.replace('.', '_')}.py").read_text()
         assert f"upstream={constant}," in text
         assert f'module="{import_name}.FILL_IN"' in text
+        unknown = name == "aaa.second"
+        assert ("FILL IN: the library, in upstreams.py; aaa is none of those there" in text) == unknown
+        assert ("0. No library in fusepatch/patches/upstreams.py is called aaa." in done.stdout) == unknown
     look = "from fusepatch.patches import PATCHES; print(*(patch.id for patch in PATCHES))"
     ids = run([sys.executable, "-c", look], cwd=checkout).stdout.split()
     assert ids == [*(patch.id for patch in PATCHES), *names]
