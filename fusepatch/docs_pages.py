@@ -53,7 +53,7 @@ def environment_page() -> str:
     lines = [_GENERATED, "", "# Environment variables", "", _PRECEDENCE, "## The variables"]
     for variable in settings.TABLE:
         lines += ["", f"### `{variable.shown_name}`", ""]
-        lines += [f"{variable.values}. Default: {variable.default}. Read by {_reader(variable.read_by)}.", ""]
+        lines += [f"Values: {variable.values}. Default: {variable.default}. Read by {_reader(variable.read_by)}.", ""]
         lines += [" ".join(variable.meaning.split())]
     return "\n".join(lines) + "\n"
 
