@@ -60,8 +60,10 @@ def environment_page() -> str:
 
 def patches_page() -> str:
     """`patches.md`: the patches, with a link to the page of each."""
-    lines = [_GENERATED, "", "# Patches", "", "| patch | promise |", "|---|---|"]
-    lines += [f"| [`{patch.id}`](patches/{patch.id}.md) | {_code(patch.promise)} |" for patch in PATCHES]
+    lines = [_GENERATED, "", "# Patches", "", "| patch | promise | default |", "|---|---|---|"]
+    lines += [
+        f"| [`{patch.id}`](patches/{patch.id}.md) | {_code(patch.promise)} | {_default(patch)} |" for patch in PATCHES
+    ]
     lines += [
         "",
         "`python -m fusepatch explain ID` prints the same for one patch, with what becomes of it where you run it; "
@@ -129,6 +131,10 @@ def _about(patch: Patch) -> Iterator[str]:
     yield from ("", "## Upstream", "", *(f"- {_linked(reference)}" for reference in patch.upstream), "")
     yield from ("## When it can be removed", "", f"Fixed in: {_code(patch.fixed_in)}.", "")
     yield f"It can go when {_code(patch.remove_when)}."
+
+
+def _default(patch: Patch) -> str:
+    return f"when `{patch.requested_by}` is set" if patch.requested_by else "on"
 
 
 def _before_and_after(example: Example) -> Iterator[str]:
