@@ -117,7 +117,7 @@ $missing
      pytest tests/test_faults.py tests/test_orders.py -k $id
 3. Say what must become of each site in each release: a table
      [expected."$id".$import_name]
-   in tests/upstream/matrix.toml.
+   in tests/upstream/matrix.toml; `tox -e matrix -- --rows latest` tries it.
 4. Write the pages anew, add a row to the table in README.md and a line to
    CHANGELOG.md:
      python -m fusepatch.docs_pages
