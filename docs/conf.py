@@ -7,6 +7,7 @@ from importlib.metadata import version as installed_version
 project = "fusepatch"
 release = version = installed_version(project)
 extensions = ["myst_parser", "sphinx_copybutton"]
+highlight_language = "none"
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["_build"]
 html_theme = "furo"

@@ -41,7 +41,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 model = Qwen2ForCausalLM(config)
 _apply_liger_kernel_to_instance(model=model)  # as a framework calls it: all or nothing
 layer = model.model.layers[0]
-for name, module in (("RMSNorm", layer.input_layernorm), ("SwiGLU", layer.mlp), ("the model", model)):
+parts = {{"RMSNorm": layer.input_layernorm, "SwiGLU": layer.mlp, "the model": model}}
+for name, module in parts.items():
     print(f"{{name}}: {{module.forward.__module__.partition('.')[0]}}")
 """,
         variables={"FUSEPATCH_LIGER_SWIGLU": "0", "FUSEPATCH_LIGER_FUSED_LINEAR_CROSS_ENTROPY": "0"},
@@ -62,9 +63,10 @@ the model: transformers
 import torch
 from transformers import Trainer, TrainingArguments
 
-trainer = Trainer(torch.nn.Linear(4, 4), TrainingArguments("out", use_cpu=True, learning_rate=3e-4))
-optimizer = trainer.create_optimizer()
-print(type(optimizer).__name__, optimizer.param_groups[0]["lr"], optimizer.param_groups[0].get("momentum"))
+arguments = TrainingArguments("out", use_cpu=True, learning_rate=3e-4)
+optimizer = Trainer(torch.nn.Linear(4, 4), arguments).create_optimizer()
+group = optimizer.param_groups[0]
+print(type(optimizer).__name__, group["lr"], group.get("momentum"))
 """,
         variables={
             "FUSEPATCH_OPTIMIZER_CLASS": "torch.optim.SGD",
@@ -79,8 +81,9 @@ print(type(optimizer).__name__, optimizer.param_groups[0]["lr"], optimizer.param
 import torch
 from transformers import Trainer, TrainingArguments
 
-trainer = Trainer(torch.nn.Linear(4, 4), TrainingArguments("out", optim="adamw_torch", use_cpu=True))
-print("fused:", trainer.create_optimizer().param_groups[0]["fused"])
+arguments = TrainingArguments("out", optim="adamw_torch", use_cpu=True)
+optimizer = Trainer(torch.nn.Linear(4, 4), arguments).create_optimizer()
+print("fused:", optimizer.param_groups[0]["fused"])
 """,
         variables={},
         versions={"transformers": "5.24.0"},
@@ -89,7 +92,8 @@ print("fused:", trainer.create_optimizer().param_groups[0]["fused"])
     ),
     "optimizer.in_backward": Example(
         code=f"""\
-from transformers import PrinterCallback, Qwen2Config, Qwen2ForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, TrainerCallback
+from transformers import Qwen2Config, Qwen2ForCausalLM, Trainer, TrainingArguments
 
 
 class Held(TrainerCallback):
@@ -99,9 +103,12 @@ class Held(TrainerCallback):
 
 
 {_TINY}\
-arguments = TrainingArguments("out", use_cpu=True, max_steps=1, max_grad_norm=0, report_to="none", disable_tqdm=True)
+arguments = TrainingArguments(
+    "out", use_cpu=True, max_steps=1, max_grad_norm=0, report_to="none", disable_tqdm=True
+)
 data = [{{"input_ids": [1, 2, 3, 4], "labels": [1, 2, 3, 4]}}] * 8
-trainer = Trainer(Qwen2ForCausalLM(config), arguments, train_dataset=data, callbacks=[Held()])
+model = Qwen2ForCausalLM(config)
+trainer = Trainer(model, arguments, train_dataset=data, callbacks=[Held()])
 trainer.remove_callback(PrinterCallback)
 trainer.train()
 """,
