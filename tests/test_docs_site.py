@@ -65,6 +65,20 @@ def test_the_numbers_in_the_words_of_a_figure_are_in_the_tables_or_rounded_from_
             assert number in cells, number
 
 
+@pytest.mark.parametrize("name", ["README.md", "docs/index.md", "docs/comparison.md", "docs/benchmarks.md"])
+def test_what_is_said_of_a_measurement_is_a_cell_or_rounded_from_one(name: str) -> None:
+    page = tables((DOCS / "benchmarks.md").read_text(encoding="utf-8"))
+    measured = [
+        float(number) for rows in page.values() for row in rows for number in re.findall(r"\d+\.?\d*", " ".join(row))
+    ]
+    head = (ROOT / name).read_text(encoding="utf-8").partition("\n## The GRPO loss\n")[0]
+    said = re.findall(r"(\d+(?:\.\d+)?) (?:ms|GiB|x faster)\b", head)
+    assert said
+    for number in said:
+        digits = len(number.partition(".")[2])
+        assert any(f"{value:.{digits}f}" == number for value in measured), number
+
+
 def anchors(page: Path) -> set[str]:
     """The names that GitHub and MyST give to the headings of a page."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
