@@ -49,6 +49,25 @@ DOORS = {
     "ray_driver": "Ray",
 }
 
+REACHED = {
+    "transformers": {*DOORS},
+    "torch": {*DOORS},
+    "liger_kernel": {*DOORS},
+    "trl": {"grpo_trainer"},
+    "verl": {"verl_engine", "verl_worker", "trinity_engine", "trinity_worker"},
+    "ray": {"ray_driver"},
+    "trinity-rft": {"trinity_engine", "trinity_worker"},
+    "axolotl": {"axolotl_plugin"},
+    "llamafactory": {"llama_factory"},
+    "openrlhf": {"openrlhf_actor"},
+    "torchao": set(),
+    "bitsandbytes": set(),
+    "python": {*DOORS},
+    "wrapt": {*DOORS},
+    "packaging": {*DOORS},
+}
+"""Which doors lead through a library: the others open beside it and say nothing of it."""
+
 TOGETHER = (
     "torch",
     "transformers",
@@ -119,7 +138,6 @@ def page(recorded: Mapping[str, Any]) -> str:
         "No site of their own: patches reach them through the libraries above, or run on them.",
         "",
     ]
-    lines += ["| | version | sites | doors |", "|---|---|---|---|"]
     for distribution, title in WITHOUT_SITES.items():
         lines += _others(distribution, title, rows)
     lines += ["", *_together(rows), *_not_run(recorded["not run"]), *reasons.section(), COMMAND]
@@ -147,51 +165,46 @@ class Reasons:
 def _sites_table(
     upstream: str, distributions: Sequence[str], rows: Mapping[str, Any], reasons: Reasons
 ) -> Iterator[str]:
-    here = {}
-    for name, row in rows.items():
+    here: dict[tuple[Version, str], list[Any]] = {}
+    for row in rows.values():
         for distribution in distributions:
             if distribution in row["versions"]:
                 suffix = " (nightly)" if distribution.endswith("-nightly") else ""
-                here.setdefault((Version(row["versions"][distribution]), suffix), {})[name] = row
+                here.setdefault((Version(row["versions"][distribution]), suffix), []).append(row)
     patches = sorted({patch for row in rows.values() for patch, sites in row["sites"].items() if upstream in sites})
-    yield "| version | " + " | ".join(f"`{patch}`" for patch in patches) + " | doors |"
-    yield "|---" * (len(patches) + 2) + "|"
-    for (version, suffix), found in sorted(here.items()):
-        lines: dict[tuple[str, ...], list[Any]] = {}
-        for row in found.values():
-            cells = tuple(_cell(row, patch, upstream, reasons) for patch in patches)
-            lines.setdefault(cells, []).append(row)
-        for cells, same in lines.items():
-            yield f"| {version}{suffix} | " + " | ".join(cells) + f" | {_doors(same)} |"
+    yield "| version | " + " | ".join(f"`{patch}`" for patch in patches) + " |"
+    yield "|---" * (len(patches) + 1) + "|"
+    for (version, suffix), found in sorted(here.items(), key=lambda item: item[0]):
+        for cells in dict.fromkeys(tuple(_cell(row, patch, upstream, reasons) for patch in patches) for row in found):
+            yield f"| {version}{suffix} | " + " | ".join(cells) + " |"
+    yield from ("", "Doors that opened:", "")
+    for (version, suffix), found in sorted(here.items(), key=lambda item: item[0]):
+        yield f"- {version}{suffix}: {_doors(found, upstream)}"
 
 
 def _cell(row: Mapping[str, Any], patch: str, upstream: str, reasons: Reasons) -> str:
-    """The outcome of the patch's sites in one upstream: once where all agree, else module by module."""
-    outcomes = {}
-    for module, outcome in row["sites"].get(patch, {}).get(upstream, {}).items():
-        text = outcome.lower().replace(" ", ", ")
-        reason = row["reasons"].get(patch, {}).get(module)
-        outcomes[module] = f"**{text}** [{reasons.number(reason)}]" if reason and outcome != "APPLIED" else text
-    if len(set(outcomes.values())) == 1:
-        (same,) = set(outcomes.values())
-        return same if len(outcomes) == 1 else f"{same} ({len(outcomes)} sites)"
+    """The outcomes of the patch's sites in one upstream: the number of sites where all agree, else module by module."""
+    modules = row["sites"].get(patch, {}).get(upstream, {})
+    why = row["reasons"].get(patch, {})
     groups: dict[str, list[str]] = {}
-    for module, text in outcomes.items():
-        groups.setdefault(text, []).append(module)
-    most = max(groups, key=lambda text: len(groups[text]))
-    parts = [
-        f"`{module}` {text}"
-        for text, modules in groups.items()
-        for module in modules
-        if text != most or len(modules) < 3
-    ]
-    rest = f"{most} ({len(groups[most])} sites)"
-    return "; ".join(parts if len(groups[most]) < 3 else [rest, *parts])
+    for module, outcome in modules.items():
+        groups.setdefault(outcome, []).append(module)
+    parts = []
+    for outcome, members in sorted(groups.items(), key=lambda group: -len(group[1])):
+        numbers = sorted({reasons.number(why[module]) for module in members if module in why})
+        text = outcome.lower().replace(" ", ", ")
+        text = f"**{text}** {numbers}" if numbers else text
+        if len(groups) == 1 or len(members) > 2:
+            parts.append(text + f" ({len(members)} sites)" * (len(members) > 1))
+        else:
+            names = ", ".join(f"`{module.removeprefix(upstream + '.')}`" for module in members)
+            parts.append(f"{names} {text}")
+    return "; ".join(parts)
 
 
-def _doors(rows: Iterable[Mapping[str, Any]]) -> str:
-    opened = {door for row in rows for door, seen in row["doors"].items() if "failed" not in seen}
-    return ", ".join(DOORS[door] for door in DOORS if door in opened)
+def _doors(rows: Iterable[Mapping[str, Any]], library: str) -> str:
+    opened = {door for row in rows for door, seen in row["doors"].items() if "failed" not in seen} & REACHED[library]
+    return ", ".join(DOORS[door] for door in DOORS if door in opened) or "none"
 
 
 def _others(distribution: str, title: str, rows: Mapping[str, Any]) -> Iterator[str]:
@@ -200,10 +213,9 @@ def _others(distribution: str, title: str, rows: Mapping[str, Any]) -> Iterator[
         if distribution in row["versions"]:
             versions.setdefault(Version(row["versions"][distribution]), []).append(row)
     for version in sorted(versions):
-        # With many rows, the one with most sites there says what the release does to the patches.
         summaries = sorted({_summary(row) for row in versions[version]})
-        text = summaries[0] if len(summaries) == 1 else f"as in the {len(versions[version])} rows below"
-        yield f"| {title} | {version} | {text} | {_doors(versions[version])} |"
+        text = summaries[0] if len(summaries) == 1 else f"see its {len(versions[version])} rows below"
+        yield f"- {title} {version}: {text}; doors: {_doors(versions[version], distribution)}"
 
 
 def _summary(row: Mapping[str, Any]) -> str:
@@ -218,7 +230,9 @@ def _summary(row: Mapping[str, Any]) -> str:
 
 def _together(rows: Mapping[str, Any]) -> Iterator[str]:
     yield from ("## These versions together", "")
-    yield "Each row names what was imported in it. *Sites* counts the outcomes; of each door, what fusepatch's ledger counted."
+    yield "Each row names what was imported in it. *Sites* counts the outcomes; of each door, what fusepatch's ledger counted:"
+    yield "calls that went through a patch, values that it replaced, and fallbacks. No variable was set. A fallback of"
+    yield "`liger.grpo_loss` says that its Triton kernels need a GPU: the torch form of the same steps ran."
     yield ""
     for name, row in rows.items():
         versions = row["versions"]

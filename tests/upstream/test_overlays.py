@@ -13,7 +13,8 @@ from rows import MATRIX, OPTIONS, expected
 
 pytestmark = pytest.mark.upstream
 
-CASES = [(overlay, door) for overlay in overlays() for door in overlay["doors"]]
+# TRL's own trainer is opened with Liger's layers off: there is nothing to see on its model.
+CASES = [(overlay, door) for overlay in overlays() for door in overlay["doors"] if door != "grpo_trainer"]
 AUTOMATIC = "fused_linear_cross_entropy: not passed -> False (automatic; called by "
 
 
