@@ -191,25 +191,28 @@ def grpo_trainer() -> Any:
     return figure
 
 
-def optimizer_part() -> Any:
-    """What of a step is not forward and backward."""
-    figure, panels = pyplot.subplots(2, 1, figsize=(WIDTH, 4.4), layout="constrained")
+def optimizer_forms() -> Any:
+    """What of a step is not forward and backward, and its memory above parameters and optimizer state."""
+    figure, panels = pyplot.subplots(4, 1, figsize=(WIDTH, 7.6), layout="constrained")
     rows = rows_below("The forms of AdamW")
-    for panel, dtype in zip(panels, ("float32", "bfloat16"), strict=True):
+    parts = (
+        ("optimizer ms", "ms of the optimizer", "{} of {median ms} ms", 27),
+        ("above state GiB", "GiB above the state", "{} GiB", 8),
+    )
+    for number, (panel, dtype) in enumerate(zip(panels, ("float32", "float32", "bfloat16", "bfloat16"), strict=True)):
+        column, title, label, limit = parts[number % 2]
         bars = [
             Bar(
                 row["variant"],
-                float(row["optimizer ms"]),
-                f"{row['optimizer ms']} of {row['median ms']} ms",
+                float(row[column]),
+                label.format(row[column], **row),
                 row["variant"] in ("fused", "in-backward"),
             )
             for row in rows
             if row["dtype"] == dtype
         ]
         draw_bars(panel, bars, None)
-        limit = 27 if dtype == "float32" else 17
-        panel.set(title=dtype, xlim=(0, limit), xticks=range(0, limit, 5))
-    panels[-1].set_xlabel("ms of a step that are not forward and backward")
+        panel.set(title=f"{dtype}: {title}", xlim=(0, limit))
     return figure
 
 
@@ -218,7 +221,7 @@ FIGURE: Mapping[str, Callable[[], Any]] = {
     "grpo-memory.svg": grpo_memory,
     "grpo-cases.svg": grpo_cases,
     "grpo-trainer.svg": grpo_trainer,
-    "optimizer-part.svg": optimizer_part,
+    "optimizer-forms.svg": optimizer_forms,
 }
 """File name to the function that draws the figure."""
 
