@@ -26,21 +26,27 @@ _HEAD = """\
 # Upstream's own tests
 
 A patch keeps what the patched function promised, and nobody has written that down better than its own tests. Selected tests of
-Liger-Kernel, TRL, transformers and torch are run twice, in fresh processes on the CPU: without the patches (`FUSEPATCH=0`), and with
-them, by [the pytest plugin](testing.md). What is listed as *only with* would be a fault of a patch.
+Liger-Kernel, TRL, transformers and torch are run twice, in fresh processes: without the patches (`FUSEPATCH=0`), and with
+them, by [the pytest plugin](testing.md). What is listed as *only with* would be a fault of a patch; what fails in both runs fails
+without fusepatch too, for the reason that is given.
 """
 
 _SOURCES = """\
 The tests are those of the tag; the releases are those that pip installs. TRL's tests take tiny models from the model hub; here they
 take stand-ins of the same size that are made on the spot (`tests/upstream_own/hub.py`), and what needs any other model or data set fails in
-both runs. Tests that need a GPU skip themselves.
+both runs. `OWN_BF16=1` tells transformers that the CPU computes in bfloat16, which TRL's configurations ask for. Where no GPU is named,
+the tests that need one skip themselves.
 """
 
 
 def render() -> str:
     """The text of the page."""
     suites = json.loads((FOLDER / "results.json").read_text(encoding="utf-8"))["suites"]
-    entries = tomllib.loads((FOLDER / "deselections.toml").read_text(encoding="utf-8")).get("deselect", [])
+    entries = [
+        {**entry, "when": [*entry["when"], *where] if isinstance(entry["when"], list) else [entry["when"], *where]}
+        for name, where in (("deselections.toml", []), ("deselections-cpu.toml", ["on the CPU"]))
+        for entry in tomllib.loads((FOLDER / name).read_text(encoding="utf-8"))["deselect"]
+    ]
     return "\n".join([*_page(suites, entries)]) + "\n"
 
 
@@ -62,8 +68,7 @@ def _page(suites: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]) -> It
     if entries:
         yield from ("| tests | where | reason |", "|---|---|---|")
         for entry in entries:
-            when = entry["when"] if isinstance(entry["when"], list) else [entry["when"]]
-            yield _row(f"`{entry['test']}`", ", ".join(f"`{text}`" for text in when), entry["reason"])
+            yield _row(f"`{entry['test']}`", ", ".join(entry["when"]), entry["reason"])
     else:
         yield "Nothing."
     yield from ("", "## The suites", "")
@@ -80,11 +85,13 @@ def _suite(name: str, suite: Mapping[str, Any]) -> Iterator[str]:
     if suite["environment"]:
         yield f"- variables: {', '.join(f'`{key}={value}`' for key, value in suite['environment'].items())}"
     installed = ", ".join(f"{package} {version}" for package, version in suite["installed"].items())
+    yield f"- run on: {suite['device']}"
     yield f"- installed: Python {suite['python']}, {installed}"
     for patch, record in suite["patches"].items():
         fallbacks = sum(record["fallbacks"].values())
-        text = f"- [`{patch}`](patches/{patch}.md): {record['calls']:,} calls, {record['replaced']:,} values replaced or kept"
-        yield text + (f", {fallbacks:,} fallbacks:" if fallbacks else "")
+        text = f"- [`{patch}`](patches/{patch}.md): calls: {record['calls']:,}"
+        text += f"; values replaced or kept: {record['replaced']:,}" if record["replaced"] else ""
+        yield text + (f"; fallbacks: {fallbacks:,}" if fallbacks else "")
         shown = sorted(record["fallbacks"].items(), key=lambda item: -item[1])
         yield from (f"  - {times:,}x {_code(text)}" for text, times in shown[:5])
         if len(shown) > 5:

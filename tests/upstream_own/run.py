@@ -1,8 +1,8 @@
 """Run upstreams' own tests with and without the patches, and keep what became of them in `results.json`.
 
 `python tests/upstream_own/run.py --sources DIR [--suite NAME ...]`. DIR holds one folder per release, `NAME-VERSION`, each a
-checkout of the upstream's repository at the tag of that version. The suites are in `suites.toml`, the tests that are left out in
-both runs in `deselections.toml`. Afterwards `docs/upstream-tests.md` is written anew.
+checkout of the upstream's repository at the tag of that version. The suites are in `suites.toml` (those for a GPU are left out where
+there is none, unless they are named), the tests that are left out in both runs in `deselections*.toml`. Afterwards `docs/upstream-tests.md` is written anew.
 
 Exit status: 0; 1 where a test fails with the patches only, a suite does not go through the patches that it is there for, or did
 not finish, or a deselection matches no test; 2 where a source folder is missing.
@@ -15,6 +15,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -31,6 +32,8 @@ from fusepatch import reports
 FOLDER = Path(__file__).parent
 SUITES = FOLDER / "suites.toml"
 DESELECTIONS = FOLDER / "deselections.toml"
+DESELECTIONS_CPU = FOLDER / "deselections-cpu.toml"
+"""For the suites that run without a GPU."""
 RESULTS = FOLDER / "results.json"
 PAGE = FOLDER.parents[1] / "docs" / "upstream-tests.md"
 
@@ -50,7 +53,9 @@ def main() -> int:
     unknown = sorted(set(options.suite) - set(names))
     if unknown:
         parser.error(f"there is no suite {', '.join(unknown)}; the suites are {', '.join(names)}")
-    chosen = [suite for suite in suites if not options.suite or suite["name"] in options.suite]
+    chosen = [next(suite for suite in suites if suite["name"] == name) for name in options.suite or names]
+    if not options.suite and _gpu() is None:
+        chosen = [suite for suite in chosen if not suite.get("gpu")]
     missing = sorted({suite["source"] for suite in chosen if not (options.sources / suite["source"]).is_dir()})
     if missing:
         parser.error(
@@ -80,13 +85,15 @@ def run_suite(suite: Mapping[str, Any], source: Path, work: Path) -> dict[str, A
     """Both runs of a suite, and one more of each for the tests that failed in one of them only."""
     overlay = _overlay(suite.get("overlay", []))
     path = [*([overlay] if overlay else []), str(FOLDER), str(source), str(Path(fusepatch.__file__).parents[1])]
+    path += [os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else []
+    files = [DESELECTIONS] if suite.get("gpu") else [DESELECTIONS, DESELECTIONS_CPU]
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith("FUSEPATCH")},
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "HF_HOME": str(work / "huggingface"),
         "PYTHONPATH": os.pathsep.join(path),
-        "CUDA_VISIBLE_DEVICES": "",
+        **({} if suite.get("gpu") else {"CUDA_VISIBLE_DEVICES": ""}),
         **suite.get("environment", {}),
     }
     place = source
@@ -98,19 +105,20 @@ def run_suite(suite: Mapping[str, Any], source: Path, work: Path) -> dict[str, A
             [sys.executable, "-c", build], env={**environment, "FUSEPATCH": "0"}, check=True, capture_output=True
         )
     tests = [str(source / name) for name in suite["tests"]]
+    left_out = [argument for file in files for argument in ("--fusepatch-deselect", str(file))]
     narrowed = [*tests, *(["-k", suite["select"]] if "select" in suite else [])]
 
     def session(patched: bool, arguments: Sequence[str]) -> dict[str, Any]:
-        return _session(arguments, source, place, environment, suite["minutes"], work, patched)
+        return _session([*left_out, *arguments], source, place, environment, suite["minutes"], work, patched)
 
     plain, patched = session(False, narrowed), session(True, narrowed)
     differ = [name for name in _failed(patched) ^ _failed(plain) if "::" in name]
     flaky: list[str] = []
     if differ:
         again = [f"{source / name}" for name in sorted(differ)]
-        second = {which: _failed(session(which, again)) for which in (False, True)}
-        # What fails only sometimes fails in some run without the patches too, or passes in some run with them.
-        flaky = sorted(name for name in differ if (name in second[False]) == (name in second[True]))
+        failed_without = _failed(plain) | _failed(session(False, again))
+        failed_with = _failed(patched) | _failed(session(True, again))
+        flaky = sorted(name for name in differ if name in failed_without & failed_with)
     both = _failed(plain) & _failed(patched)
     reasons: dict[str, list[str]] = {}
     for name in sorted(both):
@@ -119,6 +127,7 @@ def run_suite(suite: Mapping[str, Any], source: Path, work: Path) -> dict[str, A
         **{name: suite[name] for name in ("upstream", "version", "tests")},
         "select": suite.get("select", ""),
         "environment": suite.get("environment", {}),
+        "device": _gpu() if suite.get("gpu") else "CPU",
         "installed": _versions(overlay),
         "python": platform.python_version(),
         "without": _counts(plain),
@@ -182,7 +191,7 @@ def _session(
         "-p",
         "own_session",
     ]
-    command += ["--rootdir", str(source), "-c", os.devnull, "--tb=short", "--fusepatch-deselect", str(DESELECTIONS)]
+    command += ["--rootdir", str(source), "-c", os.devnull, "--tb=short"]
     with tempfile.TemporaryDirectory(dir=work) as records:
         switch = {"FUSEPATCH_REPORT": records} if patched else {"FUSEPATCH": "0"}
         log = work / "log"
@@ -203,7 +212,9 @@ def _session(
     if not outcomes.is_file():
         print(log.read_text(encoding="utf-8")[-3000:], file=sys.stderr)
         return {"tests": {}, "reasons": {}, "deselected": 0, "entries": [], "patches": patches, "finished": False}
-    return {**json.loads(outcomes.read_text(encoding="utf-8")), "patches": patches, "finished": True}
+    read = json.loads(outcomes.read_text(encoding="utf-8"))
+    reasons = {name: _without_paths(reason) for name, reason in read["reasons"].items()}
+    return {**read, "reasons": reasons, "patches": patches, "finished": True}
 
 
 def _patches(folder: str) -> dict[str, Any]:
@@ -216,6 +227,11 @@ def _patches(folder: str) -> dict[str, Any]:
             entry["replaced"] += sum(note["times"] for note in record["replaced"])
             entry["fallbacks"].update({note["text"]: note["times"] for note in record["fallbacks"]})
     return {name: {**entry, "fallbacks": dict(entry["fallbacks"])} for name, entry in found.items() if entry["calls"]}
+
+
+def _without_paths(text: str) -> str:
+    """The names of this machine's folders are no part of a result."""
+    return re.sub(r"(?<![\w.])/(?:[^\s/()'\"]+/)+", "", text)
 
 
 def _failed(outcomes: Mapping[str, Any]) -> set[str]:
@@ -253,6 +269,13 @@ def _overlay(requirements: Sequence[str]) -> str | None:
         subprocess.run([*install, "--target", str(partial), *requirements], check=True)
         partial.rename(folder)
     return str(folder)
+
+
+def _gpu() -> str | None:
+    """The name of the first GPU; None where there is none."""
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
 def _summary(result: Mapping[str, Any]) -> str:
