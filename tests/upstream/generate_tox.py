@@ -22,7 +22,14 @@ STACK = ("torch", "triton", "transformers", "trl", "accelerate", "peft", "datase
 """What of the newest factor the fixed environments install."""
 
 TEST_TOOLS = ("pytest==9.2.0", "pytest-xdist==3.8.0", "rich==15.0.0", "build==1.6.1", "uv==0.13.9")
-OWN_TOOLS = ("pytest==9.2.0", "parameterized==0.9.0", "expecttest==0.3.0", "psutil==7.2.2", "sentencepiece==0.2.3", "uv==0.13.9")
+OWN_TOOLS = (
+    "pytest==9.2.0",
+    "parameterized==0.9.0",
+    "expecttest==0.3.0",
+    "psutil==7.2.2",
+    "sentencepiece==0.2.3",
+    "uv==0.13.9",
+)
 """What upstreams' own tests import."""
 
 LINT_TOOLS = ("ruff==0.17.6", "mypy==2.4.1", "pytest==9.2.0")
