@@ -130,7 +130,7 @@ def render(matrix: Mapping[str, Any]) -> str:
             "matrix",
             "what becomes of every site, row by row: the chosen set; `-- --all` for the whole matrix",
             ["uv==0.13.9"],
-            ["python tests/upstream/matrix.py --folder {work_dir}{/}matrix --jobs 2 {posargs}"],
+            ["python tests/upstream/matrix.py --folder {work_dir}{/}rows --jobs 2 {posargs}"],
         )
     )
     sections.append(
@@ -138,7 +138,7 @@ def render(matrix: Mapping[str, Any]) -> str:
             "drift",
             "the newest releases and nightlies: what changed against the recorded outcomes",
             ["uv==0.13.9"],
-            ["python tests/upstream/drift.py --folder {work_dir}{/}drift {posargs}"],
+            ["python tests/upstream/drift.py --folder {work_dir}{/}newest {posargs}"],
         )
     )
     for name, factor in factors.items():

@@ -34,7 +34,7 @@ def main() -> int:
     parser.add_argument("--rows", nargs="+", default=[], metavar="TEXT", help="only rows whose name contains a TEXT")
     parser.add_argument("--list", action="store_true", help="print the names of the rows, and run nothing")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="how many rows run at once (default: 1)")
-    parser.add_argument("--folder", type=Path, default=CHECKOUT / ".tox" / "matrix", help="where environments are kept")
+    parser.add_argument("--folder", type=Path, default=CHECKOUT / ".tox" / "rows", help="where environments are kept")
     parser.add_argument("--write", action="store_true", help=f"put the results into {OUTCOMES.name}")
     arguments = parser.parse_args()
 
@@ -104,7 +104,8 @@ def record(doors: Iterable[str], python: Path, paths: Sequence[Path]) -> dict[st
         sites: patch id -> upstream -> module -> outcome with its flags.
         reasons: patch id -> module -> why, for every site that is not simply APPLIED.
         doors: door -> `plain` and `patched`: model -> the kernels of Liger in it; `ledger`: patch id -> how many calls went
-            through it, how many values it replaced, how many fallbacks it recorded. Or `failed`.
+            through it, how many values it replaced, how many fallbacks it recorded. Or `failed`, with the last line of the
+            error, `how` it was opened and its `output`.
     """
     seen = enter("sites", python=python, paths=paths, patched=True)
     found, reasons = outcomes(seen["fusepatch"])
@@ -118,14 +119,16 @@ def record(doors: Iterable[str], python: Path, paths: Sequence[Path]) -> dict[st
 
 def _through(door: str, python: Path, paths: Sequence[Path]) -> dict[str, Any]:
     options = OPTIONS.get(door, ())
-    try:
-        plain = enter(door, *options, python=python, paths=paths, patched=False)
-        patched = enter(door, *options, python=python, paths=paths, patched=True)
-    except (AssertionError, subprocess.TimeoutExpired) as error:
-        return {"failed": str(error)}
+    seen = {}
+    for how, patched in (("without fusepatch", False), ("with fusepatch", True)):
+        try:
+            seen[how] = enter(door, *options, python=python, paths=paths, patched=patched)
+        except (AssertionError, subprocess.TimeoutExpired) as error:
+            return {"failed": str(error).rstrip().rpartition("\n")[2], "how": how, "output": str(error)}
+    plain, patched = seen.values()
     ledger = {
-        patch: {"calls": seen["calls"], "replaced": seen["times_replaced"], "fallbacks": seen["times_fallen_back"]}
-        for patch, seen in patched["fusepatch"].items()
+        patch: {"calls": of["calls"], "replaced": of["times_replaced"], "fallbacks": of["times_fallen_back"]}
+        for patch, of in patched["fusepatch"].items()
     }
     return {
         "plain": _kernels(plain),
@@ -156,9 +159,9 @@ def differences(row: Row, result: Mapping[str, Any]) -> list[str]:
                 f"{row.name}: {patch} at {module}: expected {wanted}, found {is_there}" + f" ({reason})" * bool(reason)
             )
     for door in row.doors:
-        seen = result["doors"].get(door, {"failed": "was not opened"})
+        seen = result["doors"].get(door, {"failed": "nobody tried", "how": "at all"})
         if "failed" in seen:
-            lines.append(f"{row.name}: the door {door} does not open: {seen['failed']}")
+            lines.append(f"{row.name}: the door {door} does not open {seen['how']}: {seen['failed']}")
         elif not seen["ledger"]:
             lines.append(f"{row.name}: no patch counted a call behind the door {door}")
     return [*lines, *_wrong_versions(row, result["versions"])]

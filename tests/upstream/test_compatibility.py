@@ -77,13 +77,13 @@ class TestDifferences:
         ]
 
     def test_a_door(self, row: Row, result: dict[str, Any]) -> None:
-        result["doors"]["trainer"] = {"failed": "ImportError"}
+        result["doors"]["trainer"] = {"failed": "ImportError", "how": "with fusepatch"}
         result["doors"]["verl_engine"]["ledger"] = {}
         del result["doors"]["trinity_engine"]
         assert matrix.differences(row, result) == [
-            "latest: the door trainer does not open: ImportError",
+            "latest: the door trainer does not open with fusepatch: ImportError",
             "latest: no patch counted a call behind the door verl_engine",
-            "latest: the door trinity_engine does not open: was not opened",
+            "latest: the door trinity_engine does not open at all: nobody tried",
         ]
 
     def test_another_release_than_the_one_that_was_asked_for(self, row: Row, result: dict[str, Any]) -> None:
@@ -138,6 +138,9 @@ class TestDrift:
         ]
         assert not worse
 
-    def test_a_door_that_no_longer_opens(self, result: dict[str, Any]) -> None:
-        result["doors"]["trainer"] = {"failed": "ImportError"}
-        assert drift.compare(result, RECORDED["rows"]) == (["the door trainer does not open: ImportError"], True)
+    @pytest.mark.parametrize(("how", "expected"), [("with fusepatch", True), ("without fusepatch", False)])
+    def test_a_door_that_no_longer_opens(self, result: dict[str, Any], how: str, expected: bool) -> None:
+        result["doors"]["trainer"] = {"failed": "ImportError", "how": how}
+        lines, worse = drift.compare(result, RECORDED["rows"])
+        assert lines == [f"the door trainer does not open {how}: ImportError"]
+        assert worse is expected
