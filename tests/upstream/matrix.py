@@ -210,19 +210,23 @@ def _reasons(found: Mapping[Key, str], reasons: Mapping[Key, str]) -> dict[str, 
 def merged(results: Mapping[str, Any], everything: bool) -> str:
     """The text of the file of outcomes with these results: in place of all that it held, or over it.
 
-    Rows that the matrix no longer has are dropped; those that have not been run are named.
+    A row is dropped where the matrix no longer has it, or has sites that it did not have when the row was run. Rows that have
+    not been run are named.
     """
     import fusepatch
 
     before = {} if everything or not OUTCOMES.is_file() else json.loads(OUTCOMES.read_text(encoding="utf-8"))["rows"]
-    known = [row.name for row in rows()]
-    kept = {name: result for name, result in {**before, **results}.items() if name in known}
+    known = list(rows())
+    kept = dict(results)
+    for row in known:
+        if row.name in before and flat(before[row.name]["sites"]).keys() == row.expected.keys():
+            kept.setdefault(row.name, before[row.name])
     return as_json(
         {
             "date": datetime.date.today().isoformat(),
             "fusepatch": fusepatch.__version__,
             "rows": kept,
-            "not run": [name for name in known if name not in kept],
+            "not run": [row.name for row in known if row.name not in kept],
         }
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import re
 from typing import Any
@@ -50,6 +51,19 @@ def test_the_recorded_outcomes_name_no_place_and_no_duration() -> None:
     text = matrix.OUTCOMES.read_text(encoding="utf-8")
     assert not re.search(r"(?<![\w.])/\w+/|\bseconds\b", text)
     assert matrix.as_json(json.loads(text)) == text
+
+
+def test_a_row_that_knows_nothing_of_a_new_site_counts_as_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    site = ("a.patch", "torch", "torch.new")
+    newer = [dataclasses.replace(row, expected={**row.expected, site: "APPLIED"}) for row in ROWS]
+    monkeypatch.setattr(matrix, "rows", lambda: newer)
+    result = copy.deepcopy(RECORDED["rows"]["edge"])
+    result["sites"]["a.patch"] = {"torch": {"torch.new": "APPLIED"}}
+    merged = json.loads(matrix.merged({"edge": result}, everything=False))
+    assert list(merged["rows"]) == ["edge"]
+    assert merged["not run"] == [row.name for row in ROWS if row.name != "edge"]
+    monkeypatch.setattr(matrix, "rows", lambda: ROWS)
+    assert json.loads(matrix.merged({}, everything=False))["rows"] == RECORDED["rows"]
 
 
 class TestDifferences:
