@@ -51,6 +51,7 @@ UPSTREAM_TESTS = " ".join(
     [
         "tests/upstream",
         *sorted(f"tests/patches/{path.name}" for path in (MATRIX.parents[1] / "patches").glob("test_*_verl*.py")),
+        "tests/test_docs_examples.py",
     ]
 )
 """What the environments of the factors run: all that skips itself where an upstream is missing."""
