@@ -51,26 +51,25 @@ def render() -> str:
 
 
 def _page(suites: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    yield from (_HEAD, "| suite | passed without | passed with | skipped | failed in both | only without | only with |")
-    yield "|---|---:|---:|---:|---:|---:|---:|"
+    yield from (
+        _HEAD,
+        "| suite | passed without | passed with | only with | only without | failed in both | skipped | left out |",
+    )
+    yield "|---|---:|---:|---:|---:|---:|---:|---:|"
     for name, suite in suites.items():
-        both = sum(len(group["tests"]) for group in suite["failed_in_both"])
         numbers = (
             suite["without"]["passed"],
             suite["with"]["passed"],
-            suite["with"]["skipped"],
-            both,
-            len(suite["only_without"]),
             len(suite["only_with"]),
+            len(suite["only_without"]),
+            sum(len(group["tests"]) for group in suite["failed_in_both"]),
+            suite["with"]["skipped"],
+            suite["with"]["deselected"],
         )
         yield _row(f"[{name}](#{name.replace('.', '')})", *(f"{number:,}" for number in numbers))
     yield from ("", _SOURCES, "## Left out in both runs", "")
-    if entries:
-        yield from ("| tests | where | reason |", "|---|---|---|")
-        for entry in entries:
-            yield _row(f"`{entry['test']}`", ", ".join(entry["when"]), entry["reason"])
-    else:
-        yield "Nothing."
+    for entry in entries:
+        yield f"- `{entry['test']}` ({', '.join(entry['when'])}): {entry['reason']}"
     yield from ("", "## The suites", "")
     for name, suite in suites.items():
         yield from _suite(name, suite)
