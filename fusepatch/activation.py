@@ -427,10 +427,14 @@ def preview(patch: Patch, site: Site) -> SiteRecord:
     if problem is not None:
         return _drifted(patch, site, found.version, found, problem, ", ".join(map(contract.describe, site.slots)))
     flags = () if gate.tested else ("untested",)
-    reason = Reason(
-        f"{found} is {'tested' if gate.tested else f'supported, tested is {site.tested}'}; the target has the known shape",
-        consequence="will be applied when it is imported",
-    )
+    known = f"{found} is {'tested' if gate.tested else f'supported, tested is {site.tested}'}"
+    reason = Reason(f"{known}; the target has the known shape", consequence="will be applied when it is imported")
+    inherited = ", ".join(contract.left_to_a_base(site))
+    if inherited:
+        reason = Reason(
+            f"{known}; {inherited} is left to a base class",
+            consequence="will be applied when it is imported, if the import shows that the base class has it",
+        )
     return _record(patch, site, Outcome.PENDING, reason, found.version, flags)
 
 

@@ -6,7 +6,7 @@ import ast
 import fnmatch
 import importlib.util
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,20 +31,15 @@ def broken_in_source(site: Site) -> str | None:
 
     Returns None where every slot's contract holds or the source cannot be read (a compiled module says nothing).
     """
-    path = _source_path(site.module)
-    if path is None:
+    if _source_path(site.module) is None:
         return f"there is no module {site.module}"
-    if not path.exists():
+    tree = _parsed(site.module)
+    if tree is None:
         return None
-    try:
-        tree = ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError):
-        return None  # importing it will say why
     functions = dict(_functions(tree))
-    classes = {statement.name for statement in tree.body if isinstance(statement, ast.ClassDef)}
     for slot in site.slots:
-        if slot.path.rpartition(".")[0] in classes and slot.path not in functions:
-            continue  # an inherited method: its definition is somewhere else
+        if _left_to_a_base(slot, tree, functions):
+            continue
         matches = [name for name in functions if fnmatch.fnmatchcase(name, slot.path)]
         if not matches:
             return f"{site.module} has no {slot.path}"
@@ -54,6 +49,15 @@ def broken_in_source(site: Site) -> str | None:
             name, problem = next(iter(problems.items()))
             return f"{name} {problem}"
     return None
+
+
+def left_to_a_base(site: Site) -> list[str]:
+    """The methods that the module's source does not define in their class: a base class may, which only an import shows."""
+    tree = _parsed(site.module)
+    if tree is None:
+        return []
+    functions = dict(_functions(tree))
+    return [slot.path for slot in site.slots if _left_to_a_base(slot, tree, functions)]
 
 
 def describe(slot: Slot) -> str:
@@ -72,6 +76,21 @@ def _broken(by_keyword: set[str], keywords: bool, contract: Contract) -> str | N
     if contract.keywords and not keywords:
         return "no longer takes further keywords"
     return None
+
+
+def _parsed(module: str) -> ast.Module | None:
+    path = _source_path(module)
+    if path is None or not path.exists():
+        return None
+    try:
+        return ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):
+        return None  # importing it will say why
+
+
+def _left_to_a_base(slot: Slot, tree: ast.Module, functions: Container[str]) -> bool:
+    classes = {statement.name for statement in tree.body if isinstance(statement, ast.ClassDef)}
+    return slot.path.rpartition(".")[0] in classes and slot.path not in functions
 
 
 def _source_path(module: str) -> Path | None:

@@ -47,6 +47,15 @@ def test_source_of_methods_patterns_and_missing_modules(library: Callable[..., s
     assert contract.broken_in_source(site(module="no_such_library.core")) == "there is no module no_such_library.core"
 
 
+def test_what_only_an_import_can_show_is_named(library: Callable[..., str]) -> None:
+    library()
+    known, inherited = Slot("Model.forward", passing), Slot("Model.__init__", passing)
+    assert contract.left_to_a_base(site(known)) == []
+    assert contract.left_to_a_base(site(known, inherited)) == ["Model.__init__"]
+    assert contract.left_to_a_base(site(Slot("Gone.forward", passing))) == []
+    assert contract.left_to_a_base(site(module="toylib.gone")) == []
+
+
 def test_what_is_wanted_is_said_in_words() -> None:
     assert contract.describe(Slot("f", passing)) == "f"
     assert contract.describe(Slot("f", passing, Contract(("a",)))) == "f taking the parameter a"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from helpers import run
-from kit import Seen, factor, needs, open_door, sites, version
+from kit import CHECKOUT, Seen, factor, needs, open_door, sites, version
 from packaging.version import Version
 from rows import FOLDER, MATRIX, expected
 
@@ -26,6 +26,17 @@ def test_the_outcome_of_every_site_is_what_the_matrix_says() -> None:
         pytest.skip("this environment is none of the matrix's")
     found, reasons = sites()
     assert found == expected(MATRIX, MATRIX["factor"][name]), reasons
+
+
+def test_status_promises_nothing_that_only_an_import_can_show() -> None:
+    if Version(version("trl") or "0") < Version("1.14"):
+        pytest.skip("TRL's GRPOTrainer defines compute_liger_loss itself before 1.14")
+    done = run([sys.executable, "-m", "fusepatch", "status", "--json"], env={"PYTHONPATH": str(CHECKOUT)})
+    (record,) = (record for record in json.loads(done.stdout) if record["id"] == "liger.grpo_loss")
+    (site,) = (site for site in record["sites"] if site["module"] == "trl.trainer.grpo_trainer")
+    assert site["outcome"] == "PENDING"
+    assert site["reason"]["found"].endswith("GRPOTrainer.compute_liger_loss is left to a base class")
+    assert site["reason"]["consequence"].endswith("if the import shows that the base class has it")
 
 
 class TestTrainer:
