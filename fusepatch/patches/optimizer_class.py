@@ -267,14 +267,14 @@ PATCH = Patch(
             upstream=TORCH,
             module="torch.optim.adamw",
             supported=">=2.4",
-            tested=">=2.11,<2.14",
+            tested=">=2.11,<2.16",
             slots=(Slot("AdamW.__init__", construct, Contract(parameters=("params", "lr"))),),
         ),
         Site(
             upstream=TORCH,
             module="torch.optim.optimizer",
             supported=">=2.4",
-            tested=">=2.11,<2.14",
+            tested=">=2.11,<2.16",
             slots=(Slot("Optimizer.__init__", construct_other, Contract(parameters=("params", "defaults"))),),
         ),
         Site(

@@ -88,7 +88,7 @@ PATCH = Patch(
             upstream=TORCH,
             module="torch.optim.optimizer",
             supported=">=2.4",
-            tested=">=2.11,<2.14",
+            tested=">=2.11,<2.16",
             slots=(Slot("Optimizer.__init__", verl_sft.construct, Contract(("params", "defaults"))),),
         ),
     ),
