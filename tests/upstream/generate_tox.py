@@ -49,7 +49,7 @@ VERL_IMPORTS = ("ray", "tensordict", "hydra-core", "codetiming", "torchdata", "p
 
 UPSTREAM_TESTS = " ".join(
     [
-        # These fork, and a fork of a process that has trained may hang: they come before those that train in pytest's own.
+        # These fork, and come before those that make a process group in pytest's own process.
         "tests/patches/test_optimizer_in_backward_verl.py",
         "tests/patches/test_optimizer_in_backward_verl_script.py",
         "tests/test_docs_examples.py",
