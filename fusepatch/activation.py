@@ -421,7 +421,7 @@ def preview(patch: Patch, site: Site) -> SiteRecord:
     gate = versions.gate(site, found.version)
     if not gate.supported:
         return _gated(patch, site, found.version, found)
-    problem = contract.broken_in_source(site)
+    problem, inherited = contract.in_source(site)
     if problem is not None and problem.endswith(site.module):
         return _record(patch, site, Outcome.ABSENT, Reason(f"{found}: {problem}"), found.version)
     if problem is not None:
@@ -429,10 +429,9 @@ def preview(patch: Patch, site: Site) -> SiteRecord:
     flags = () if gate.tested else ("untested",)
     known = f"{found} is {'tested' if gate.tested else f'supported, tested is {site.tested}'}"
     reason = Reason(f"{known}; the target has the known shape", consequence="will be applied when it is imported")
-    inherited = ", ".join(contract.left_to_a_base(site))
     if inherited:
         reason = Reason(
-            f"{known}; {inherited} is left to a base class",
+            f"{known}; {', '.join(inherited)} is left to a base class",
             consequence="will be applied when it is imported, if the import shows that the base class has it",
         )
     return _record(patch, site, Outcome.PENDING, reason, found.version, flags)

@@ -26,7 +26,7 @@ def load(site: Site) -> None:
     """Import the site's module into the test process, or skip where this environment does not have it."""
     if importlib.util.find_spec(site.upstream.import_name) is None:
         pytest.skip(f"{site.upstream.import_name} is not installed in this environment")
-    if contract.broken_in_source(site) is not None:
+    if contract.in_source(site).problem is not None:
         pytest.skip(f"the installed {site.upstream.import_name} has no such target")
     importlib.import_module(site.module)
 

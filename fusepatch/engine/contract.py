@@ -6,9 +6,9 @@ import ast
 import fnmatch
 import importlib.util
 import inspect
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fusepatch.engine.patch import Contract, Site, Slot
 
@@ -26,38 +26,45 @@ def broken_by(function: Callable[..., Any], contract: Contract) -> str | None:
     return _broken(by_keyword, keywords, contract)
 
 
-def broken_in_source(site: Site) -> str | None:
-    """What would break if the module were imported now, read from its source without importing anything.
+class InSource(NamedTuple):
+    """What the source of a module says of a site.
 
-    Returns None where every slot's contract holds or the source cannot be read (a compiled module says nothing).
+    `problem` says what would break if the module were imported now; it is None where every contract holds that can be seen, or the
+    source cannot be read (a compiled module says nothing). `inherited` are methods that their class leaves to a base class,
+    of which only an import can show whether it has them.
     """
-    if _source_path(site.module) is None:
-        return f"there is no module {site.module}"
-    tree = _parsed(site.module)
-    if tree is None:
-        return None
+
+    problem: str | None
+    inherited: tuple[str, ...] = ()
+
+
+def in_source(site: Site) -> InSource:
+    """Look at the source of the site's module, once, without importing anything."""
+    path = _source_path(site.module)
+    if path is None:
+        return InSource(f"there is no module {site.module}")
+    if not path.exists():
+        return InSource(None)
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):
+        return InSource(None)  # importing it will say why
     functions = dict(_functions(tree))
+    classes = {statement.name for statement in tree.body if isinstance(statement, ast.ClassDef)}
+    inherited = []
     for slot in site.slots:
-        if _left_to_a_base(slot, tree, functions):
+        if slot.path.rpartition(".")[0] in classes and slot.path not in functions:
+            inherited.append(slot.path)
             continue
         matches = [name for name in functions if fnmatch.fnmatchcase(name, slot.path)]
         if not matches:
-            return f"{site.module} has no {slot.path}"
+            return InSource(f"{site.module} has no {slot.path}")
         broken = {name: _broken(*functions[name], slot.contract) for name in matches}
         problems = {name: problem for name, problem in broken.items() if problem is not None}
         if len(problems) == len(matches):
             name, problem = next(iter(problems.items()))
-            return f"{name} {problem}"
-    return None
-
-
-def left_to_a_base(site: Site) -> list[str]:
-    """The methods that the module's source does not define in their class: a base class may, which only an import shows."""
-    tree = _parsed(site.module)
-    if tree is None:
-        return []
-    functions = dict(_functions(tree))
-    return [slot.path for slot in site.slots if _left_to_a_base(slot, tree, functions)]
+            return InSource(f"{name} {problem}")
+    return InSource(None, tuple(inherited))
 
 
 def describe(slot: Slot) -> str:
@@ -76,21 +83,6 @@ def _broken(by_keyword: set[str], keywords: bool, contract: Contract) -> str | N
     if contract.keywords and not keywords:
         return "no longer takes further keywords"
     return None
-
-
-def _parsed(module: str) -> ast.Module | None:
-    path = _source_path(module)
-    if path is None or not path.exists():
-        return None
-    try:
-        return ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError):
-        return None  # importing it will say why
-
-
-def _left_to_a_base(slot: Slot, tree: ast.Module, functions: Container[str]) -> bool:
-    classes = {statement.name for statement in tree.body if isinstance(statement, ast.ClassDef)}
-    return slot.path.rpartition(".")[0] in classes and slot.path not in functions
 
 
 def _source_path(module: str) -> Path | None:

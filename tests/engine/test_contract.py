@@ -27,7 +27,7 @@ def test_the_loaded_object_and_its_source_say_the_same(
 ) -> None:
     library(source)
     slot = Slot("scale", passing, wanted)
-    from_source = contract.broken_in_source(site(slot))
+    from_source = contract.in_source(site(slot)).problem
     assert "toylib" not in sys.modules, "the source is read without importing"
     module = importlib.import_module("toylib.core")
     assert contract.broken_by(module.scale, wanted) == problem
@@ -39,21 +39,21 @@ def test_the_loaded_object_and_its_source_say_the_same(
 
 def test_source_of_methods_patterns_and_missing_modules(library: Callable[..., str]) -> None:
     library()
-    assert contract.broken_in_source(site(Slot("Model.forward", passing, Contract(("value",))))) is None
-    assert contract.broken_in_source(site(Slot("Model.__init__", passing, Contract(("size",))))) is None, "inherited"
-    assert contract.broken_in_source(site(Slot("Gone.forward", passing))) == "toylib.core has no Gone.forward"
-    assert contract.broken_in_source(site(Slot("scale*", passing, Contract(("factor",))))) is None
-    assert contract.broken_in_source(site(module="toylib.gone")) == "there is no module toylib.gone"
-    assert contract.broken_in_source(site(module="no_such_library.core")) == "there is no module no_such_library.core"
+    assert contract.in_source(site(Slot("Model.forward", passing, Contract(("value",))))).problem is None
+    assert contract.in_source(site(Slot("Model.__init__", passing, Contract(("size",))))).problem is None, "inherited"
+    assert contract.in_source(site(Slot("Gone.forward", passing))).problem == "toylib.core has no Gone.forward"
+    assert contract.in_source(site(Slot("scale*", passing, Contract(("factor",))))).problem is None
+    assert contract.in_source(site(module="toylib.gone")).problem == "there is no module toylib.gone"
+    assert contract.in_source(site(module="no_such_library.core")).problem == "there is no module no_such_library.core"
 
 
 def test_what_only_an_import_can_show_is_named(library: Callable[..., str]) -> None:
     library()
     known, inherited = Slot("Model.forward", passing), Slot("Model.__init__", passing)
-    assert contract.left_to_a_base(site(known)) == []
-    assert contract.left_to_a_base(site(known, inherited)) == ["Model.__init__"]
-    assert contract.left_to_a_base(site(Slot("Gone.forward", passing))) == []
-    assert contract.left_to_a_base(site(module="toylib.gone")) == []
+    assert contract.in_source(site(known)).inherited == ()
+    assert contract.in_source(site(known, inherited)).inherited == ("Model.__init__",)
+    assert contract.in_source(site(Slot("Gone.forward", passing))).inherited == ()
+    assert contract.in_source(site(module="toylib.gone")).inherited == ()
 
 
 def test_what_is_wanted_is_said_in_words() -> None:
