@@ -9,7 +9,7 @@ release = version = installed_version(project)
 extensions = ["myst_parser", "sphinx_copybutton"]
 highlight_language = "none"
 source_suffix = {".md": "markdown"}
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "generate"]
 html_theme = "furo"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]

@@ -1,4 +1,4 @@
-"""The figures of `benchmarks.md`: `python docs/plots.py` draws them from `data/benchmarks.json`.
+"""The figures of the benchmark pages: `python docs/plots.py` draws them from `data/benchmarks.json`.
 
 The data are cells of the page's tables, by heading; a test compares them. `python docs/plots.py --check` says which of the
 committed figures are stale, and exits with 1 if one is; `tox -e docs` does that with the matplotlib that drew them.
@@ -177,7 +177,7 @@ def grpo_cases() -> Any:
 def grpo_trainer() -> Any:
     """A step of TRL's trainer, and the peak of its memory."""
     figure, panels = pyplot.subplots(2, 1, figsize=(WIDTH, 4.6), layout="constrained")
-    rows = rows_below("TRL's GRPOTrainer")
+    rows = rows_below("One update of TRL's GRPOTrainer")
     for panel, column, title, limit in zip(
         panels, ("step", "peak of the updates"), ("one update", "peak memory of the updates"), (1150, 21), strict=True
     ):

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from fusepatch.patches import PATCHES
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+BENCHMARKS = DOCS / "benchmarks.md"
+TABLES = DOCS / "benchmark-tables.md"
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md")])
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 
@@ -37,8 +40,13 @@ def tables(page: str) -> dict[str, list[list[str]]]:
     return {heading: [rows[0], *rows[2:]] for heading, rows in found.items()}
 
 
+def measured_tables() -> dict[str, list[list[str]]]:
+    """Heading to table, of both pages that hold what was measured."""
+    return {**tables(BENCHMARKS.read_text(encoding="utf-8")), **tables(TABLES.read_text(encoding="utf-8"))}
+
+
 def test_the_figures_are_drawn_from_cells_of_the_tables() -> None:
-    page = tables((DOCS / "benchmarks.md").read_text(encoding="utf-8"))
+    page = measured_tables()
     data: dict[str, list[list[str]]] = json.loads((DOCS / "data" / "benchmarks.json").read_text(encoding="utf-8"))
     for heading, (columns, *rows) in data.items():
         above, *below = page[heading]
@@ -58,25 +66,37 @@ def test_each_figure_is_shown_and_says_in_words_what_it_shows() -> None:
 
 
 def test_the_numbers_in_the_words_of_a_figure_are_in_the_tables_or_rounded_from_them() -> None:
-    text = (DOCS / "benchmarks.md").read_text(encoding="utf-8")
-    cells = " ".join(cell for rows in tables(text).values() for row in rows for cell in row)
+    text = BENCHMARKS.read_text(encoding="utf-8") + TABLES.read_text(encoding="utf-8")
+    cells = " ".join(cell for rows in measured_tables().values() for row in rows for cell in row)
     for words in re.findall(r"!\[([^]]*)\]", text):
         for number in re.findall(r"\d+\.\d\d", words):
             assert number in cells, number
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/index.md", "docs/comparison.md", "docs/benchmarks.md"])
+def is_measured(number: str, measured: Iterable[float]) -> bool:
+    digits = len(number.partition(".")[2])
+    return any(f"{value:.{digits}f}" == number for value in measured)
+
+
+def numbers(page: dict[str, list[list[str]]]) -> list[float]:
+    cells = [cell for rows in page.values() for row in rows for cell in row]
+    return [float(number) for cell in cells for number in re.findall(r"\d+\.?\d*", cell)]
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/index.md", "docs/comparison.md"])
 def test_what_is_said_of_a_measurement_is_a_cell_or_rounded_from_one(name: str) -> None:
-    page = tables((DOCS / "benchmarks.md").read_text(encoding="utf-8"))
-    measured = [
-        float(number) for rows in page.values() for row in rows for number in re.findall(r"\d+\.?\d*", " ".join(row))
-    ]
-    head = (ROOT / name).read_text(encoding="utf-8").partition("\n## The GRPO loss\n")[0]
-    said = re.findall(r"(\d+(?:\.\d+)?) (?:ms|GiB|x faster)\b", head)
+    measured = numbers(measured_tables())
+    said = re.findall(r"(\d+(?:\.\d+)?) (?:ms|GiB|x faster)\b", (ROOT / name).read_text(encoding="utf-8"))
     assert said
-    for number in said:
-        digits = len(number.partition(".")[2])
-        assert any(f"{value:.{digits}f}" == number for value in measured), number
+    assert [number for number in said if not is_measured(number, measured)] == []
+
+
+def test_the_short_table_of_the_loss_is_made_of_cells_of_the_long_ones() -> None:
+    measured = numbers(tables(TABLES.read_text(encoding="utf-8")))
+    short = tables(BENCHMARKS.read_text(encoding="utf-8"))["The GRPO loss"]
+    said = [number for row in short for cell in row for number in re.findall(r"([\d.]+) (?:ms|GiB)", cell)]
+    assert len(said) == 28
+    assert [number for number in said if not is_measured(number, measured)] == []
 
 
 def anchors(page: Path) -> set[str]:

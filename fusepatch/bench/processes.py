@@ -9,11 +9,14 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import IO, Any
 
-from fusepatch.bench.cases import PEERS
 from fusepatch.errors import FusepatchError
+
+FAILED = 1
+"""Exit status where a check failed."""
 
 
 class PeerError(FusepatchError):
@@ -29,17 +32,17 @@ class Peer:
     path: str | None = None
 
 
-def read_peer(text: str) -> Peer:
-    """Read NAME=PATH, where NAME is an implementation's name, or that with a dash and a label of any text.
+def read_peer(text: str, implementations: Collection[str]) -> Peer:
+    """Read NAME=PATH, where NAME is one of `implementations`, or that with a dash and a label of any text.
 
     Raises:
         PeerError: there is no such implementation or path.
     """
     name, _, path = text.partition("=")
-    matches = [known for known in PEERS if name == known or name.startswith(f"{known}-")]
+    matches = [known for known in implementations if name == known or name.startswith(f"{known}-")]
     if not matches:
         raise PeerError(
-            f"--peer {text}: {name!r} names no implementation. Wanted NAME=PATH, where NAME is one of {', '.join(PEERS)}, "
+            f"--peer {text}: {name!r} names no implementation. Wanted NAME=PATH, where NAME is one of {', '.join(implementations)}, "
             f"or one of these with a label, as in liger-0.8.3."
         )
     if not os.path.isdir(path) and not zipfile.is_zipfile(path):
@@ -50,7 +53,7 @@ def read_peer(text: str) -> Peer:
 class Worker:
     """A peer's process, which runs `module`. After its end every answer says so; stderr is kept for that."""
 
-    def __init__(self, peer: Peer, folder: str, module: str = "fusepatch.bench.worker") -> None:
+    def __init__(self, peer: Peer, folder: str, module: str) -> None:
         self.peer = peer
         self._errors: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115
         paths = [] if peer.path is None else [_unpacked(peer.path, os.path.join(folder, peer.name))]

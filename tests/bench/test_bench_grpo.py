@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from helpers import Completed, fresh, run
 
-from fusepatch.bench.cases import CASES, PEERS, TOLERANCES, Case
+from fusepatch.bench.grpo.cases import CASES, PEERS, TOLERANCES, Case
 
 REPOSITORY = Path(__file__).parents[2]
 SHAPE = ["--batch", "5", "--length", "13", "--hidden", "24", "--vocabulary", "101"]
@@ -101,7 +101,7 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> tuple[Completed, dic
 
 
 def test_the_peers_that_the_help_names_are_those_that_there_are() -> None:
-    from fusepatch.bench.peers import IMPLEMENTATIONS
+    from fusepatch.bench.grpo.peers import IMPLEMENTATIONS
 
     assert list(PEERS) == list(IMPLEMENTATIONS)
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from helpers import Completed, run
 
-from fusepatch.bench import optimizer
-from fusepatch.bench.optimizer import Table, Variant
-from fusepatch.bench.optimizer_cases import TOLERANCES, VARIANTS, Size
+from fusepatch.bench.optimizer import command as optimizer
+from fusepatch.bench.optimizer.cases import TOLERANCES, VARIANTS, Size
+from fusepatch.bench.optimizer.command import Table, Variant
 
 REPOSITORY = Path(__file__).parents[2]
 

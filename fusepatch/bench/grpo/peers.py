@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from fusepatch.bench.cases import Case
-from fusepatch.bench.inputs import Inputs, gradient_rows, policy_loss
+from fusepatch.bench.grpo.cases import Case
+from fusepatch.bench.grpo.inputs import Inputs, gradient_rows, policy_loss
 from fusepatch.engine.patch import PatchRecord
 
 Step = Callable[[], "torch.Tensor | None"]

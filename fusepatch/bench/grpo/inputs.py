@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fusepatch.bench.cases import Case, Shape
+from fusepatch.bench.grpo.cases import Case, Shape
 
 EPSILON = 0.2
 """Clipping range of the importance ratio, on both sides."""

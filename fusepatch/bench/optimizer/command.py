@@ -13,7 +13,7 @@ from typing import Any
 import fusepatch
 from fusepatch import terminal
 from fusepatch.bench import arguments, report
-from fusepatch.bench.optimizer_cases import (
+from fusepatch.bench.optimizer.cases import (
     CHECK_STEPS,
     CPU_HIDDEN,
     CPU_MILLIONS,
@@ -25,10 +25,8 @@ from fusepatch.bench.optimizer_cases import (
     VARIANTS,
     Size,
 )
-from fusepatch.bench.processes import Peer, Worker
+from fusepatch.bench.processes import FAILED, Peer, Worker
 from fusepatch.bench.report import Row
-
-FAILED = 1
 
 _ABOUT = """\
 Times training steps of a stack of feed-forward blocks with AdamW on this
@@ -135,7 +133,7 @@ def run(options: argparse.Namespace, command: str) -> int:
 
 
 def _started(name: str, folder: str) -> Worker:
-    return Worker(Peer(name, name), folder, "fusepatch.bench.optimizer_worker")
+    return Worker(Peer(name, name), folder, "fusepatch.bench.optimizer.worker")
 
 
 def _size(options: argparse.Namespace, gpu: bool) -> Size:

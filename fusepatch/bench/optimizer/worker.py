@@ -1,6 +1,6 @@
 """One variant of `bench optimizer` in a process of its own; see `worker.py` for the protocol.
 
-Started as `python -m fusepatch.bench.optimizer_worker VARIANT`.
+Started as `python -m fusepatch.bench.optimizer.worker VARIANT`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fusepatch.bench.answering import answering, machine, milliseconds, problem
-from fusepatch.bench.optimizer_cases import CHECK_STEPS, TOLERANCES, Size
+from fusepatch.bench.optimizer.cases import CHECK_STEPS, TOLERANCES, Size
 from fusepatch.optim.in_backward import InBackward
 
 WARM_UP, SECONDS = 3, 2.0

@@ -1,6 +1,6 @@
 """One implementation in a process of its own: reads commands from stdin, one JSON object a line, and answers each likewise.
 
-Started as `python -m fusepatch.bench.worker IMPLEMENTATION [PATH]`, with FUSEPATCH=0 in the environment, so that nothing
+Started as `python -m fusepatch.bench.grpo.worker IMPLEMENTATION [PATH]`, with FUSEPATCH=0 in the environment, so that nothing
 is patched before the implementation says so.
 """
 
@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from fusepatch.bench.answering import answering, machine, milliseconds, problem
-from fusepatch.bench.cases import CASES, TOLERANCES, Shape
-from fusepatch.bench.inputs import Inputs, errors, make_inputs
-from fusepatch.bench.peers import IMPLEMENTATIONS, DoesNotApplyError, Maker, NotInstalledError, Step
+from fusepatch.bench.grpo.cases import CASES, TOLERANCES, Shape
+from fusepatch.bench.grpo.inputs import Inputs, errors, make_inputs
+from fusepatch.bench.grpo.peers import IMPLEMENTATIONS, DoesNotApplyError, Maker, NotInstalledError, Step
 from fusepatch.bench.report import DOES_NOT_APPLY
 
 WARM_UP_SECONDS = 0.2

@@ -1,0 +1,1 @@
+"""`bench grpo`: a linear head with a GRPO loss."""

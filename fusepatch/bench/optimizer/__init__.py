@@ -1,0 +1,1 @@
+"""`bench optimizer`: the forms of AdamW, and inside backward."""
