@@ -13,6 +13,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import fusepatch
+from fusepatch import terminal
 from fusepatch.bench import optimizer, report
 from fusepatch.bench.arguments import BenchError, names, positive, repeats
 from fusepatch.bench.cases import (
@@ -77,7 +78,7 @@ def _check_paths(*paths: str | None) -> None:
 
 
 def _parser(program: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=f"{program} bench", description="Benchmarks on this machine.")
+    parser = terminal.Parser(prog=f"{program} bench", description="Benchmarks on this machine.")
     what = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
     grpo = what.add_parser(
         "grpo",
