@@ -61,9 +61,9 @@ def mark(outcome: Outcome) -> str:
     return "-" if outcome in _QUIET else "!"
 
 
-def short(reason: Reason) -> str:
-    """What was found and what was wanted, without the consequence and the advice."""
-    return f"{reason.found}; wanted {reason.wanted}" if reason.wanted else reason.found
+def short(outcome: Outcome, reason: Reason) -> str:
+    """What was found, and of a version what was wanted; the shape of a target would fill a screen."""
+    return f"{reason.found}; wanted {reason.wanted}" if outcome is Outcome.GATED else reason.found
 
 
 def versions(names: Iterable[tuple[str, str | None, Sequence[str]]]) -> str:
@@ -105,7 +105,7 @@ def _of_record(record: PatchRecord, environ: Mapping[str, str], planned: bool) -
         return Line("+", record.id, _word(record.outcome, planned), versions(own), places)
     # The site that decided: its reason says in short what the patch's own says in full.
     site = next((site for site in record.sites if site.outcome is record.outcome), None)
-    why = record.reason if site is None else short(site.reason)
+    why = record.reason if site is None else short(site.outcome, site.reason)
     return Line(mark(record.outcome), record.id, record.outcome.value, why, places)
 
 

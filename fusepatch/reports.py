@@ -261,7 +261,7 @@ def _line(name: str, targets: Sequence[Loaded], calls: Sequence[int], set_by_use
     line = Line(patch_lines.mark(target.outcome), terminal.printable(name), target.outcome.value, "", places)
     idle = patch_lines.on_request(name, target.outcome, set_by_user)
     if target.outcome is not Outcome.APPLIED:
-        return line._replace(detail=patch_lines.short(Reason(**target.site["reason"])))
+        return line._replace(detail=patch_lines.short(target.outcome, Reason(**target.site["reason"])))
     if idle is not None:
         return line._replace(mark="-", outcome=patch_lines.ON_REQUEST, detail=f"set {idle.requested_by}")
     upstreams = patch_lines.versions(

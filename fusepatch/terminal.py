@@ -11,7 +11,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 from fusepatch.errors import FusepatchError
 
@@ -32,6 +32,10 @@ class StdoutError(FusepatchError):
 
 class Parser(argparse.ArgumentParser):
     """Writes its help and its complaints as the other functions here write."""
+
+    def error(self, message: str) -> NoReturn:
+        # argparse's own takes stdout where stderr is closed.
+        self.exit(2, f"{self.format_usage()}{self.prog}: error: {message}\n")
 
     def _print_message(self, message: str, file: Any = None) -> None:
         if file is sys.stdout:

@@ -43,11 +43,11 @@ def in_source(site: Site) -> InSource:
     path = _source_path(site.module)
     if path is None:
         return InSource(f"there is no module {site.module}")
-    if not path.exists():
+    if not path.is_file():
         return InSource(None)
     try:
         tree = ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, OSError, RecursionError, MemoryError):
         return InSource(None)  # importing it will say why
     functions = dict(_functions(tree))
     classes = {statement.name for statement in tree.body if isinstance(statement, ast.ClassDef)}
