@@ -79,17 +79,14 @@ def text(lines: Sequence[Line], columns: int, verbose: bool, indent: str = "") -
     """The lines under each other; what does not fit `columns` goes on below its own start."""
     ids = max((len(line.id) for line in lines), default=0)
     outcomes = max((len(line.outcome) for line in lines), default=0)
+    start = len(indent) + ids + outcomes + 6
     shown = []
     for line in lines:
-        head = f"{indent}{line.mark} {line.id:<{ids}}  {line.outcome:<{outcomes}}  "
-        rows = terminal.hanging(head, line.detail, columns).rstrip()
         sign = terminal.either(_BETTER_MARKS.get(line.mark, line.mark), line.mark)
         colour = _COLOURS[line.mark]
-        start = len(indent) + 4 + ids
-        shown.append(
-            f"{indent}{terminal.coloured(sign, colour)} {line.id:<{ids}}  "
-            f"{terminal.coloured(rows[start : start + len(line.outcome)], colour)}{rows[start + len(line.outcome) :]}"
-        )
+        detail = terminal.hanging(" " * start, line.detail, columns)[start:]
+        outcome = terminal.coloured(line.outcome, colour) + " " * (outcomes - len(line.outcome))
+        shown.append(f"{indent}{terminal.coloured(sign, colour)} {line.id:<{ids}}  {outcome}  {detail}".rstrip())
         if verbose:
             shown += [_place(modules, place, columns, indent) for place, modules in _alike(line.places)]
     return "\n".join(shown)

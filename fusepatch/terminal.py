@@ -148,20 +148,13 @@ def wrap(text: str, columns: int) -> str:
 
 def labelled(label: str, text: str, columns: int) -> str:
     """`text` wrapped to the right of an indented label."""
-    return hanging(f"  {label:<10}", text, columns)
+    return _fill(text, columns, f"  {label:<10}", " " * 12)
 
 
 def hanging(head: str, text: str, columns: int, further: int = 0) -> str:
-    """`text` wrapped to the right of `head`, its further lines by so many columns more."""
-    wrapped = textwrap.fill(
-        printable(text),
-        max(columns, len(head) + 20),
-        initial_indent=head,
-        subsequent_indent=" " * (len(head) + further),
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    return wrapped or head.rstrip()
+    """`text` folded to the right of `head`, its further lines by so many columns more."""
+    first, *rest = _fold(printable(text), max(columns - len(head) - further, 20))
+    return "\n".join([f"{head}{first}".rstrip(), *(" " * (len(head) + further) + line for line in rest)])
 
 
 def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], columns: int) -> None:
@@ -197,12 +190,15 @@ def _lead_nowhere(number: int) -> None:
 def _wrap_line(line: str, columns: int) -> str:
     body = line.lstrip(" ")
     indent = " " * (len(line) - len(body))
-    subsequent = indent + "  " if body.startswith("- ") else indent
+    return _fill(body, columns, indent, indent + "  " if body.startswith("- ") else indent)
+
+
+def _fill(text: str, columns: int, initial_indent: str, subsequent_indent: str) -> str:
     return textwrap.fill(
-        printable(body),
+        printable(text),
         columns,
-        initial_indent=indent,
-        subsequent_indent=subsequent,
+        initial_indent=initial_indent,
+        subsequent_indent=subsequent_indent,
         break_long_words=False,
         break_on_hyphens=False,
     )
