@@ -667,6 +667,28 @@ def test_run_refuses_values_that_cannot_be_read(program: Path) -> None:
     assert "The program was not started." in joined(done.stderr)
 
 
+def test_an_interpreter_that_is_gone_is_a_program_that_was_not_started(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/gone/python")
+    assert cli.main(["run", "train.py"]) == 125
+    text = joined(capsys.readouterr().err)
+    assert re.match(r"fusepatch: /gone/python could not be started: FileNotFoundError: .* was not started\.$", text)
+
+
+def test_ctrl_c_ends_a_command_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(environ: Mapping[str, str]) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.activation, "planned", interrupted)
+    assert cli.main(["status"]) == 130
+
+
+def test_the_streams_that_run_leaves_are_the_programs_own() -> None:
+    for stdout in (">&-", ">/dev/full", "2>&-"):
+        assert shell(f"fusepatch run -c 'import sys; sys.exit(7)' {stdout}").returncode == 7
+
+
 def test_run_refuses_where_the_start_up_file_is_not_installed(program: Path, tmp_path: Path) -> None:
     environment = tmp_path / "environment"
     made = run([sys.executable, "-m", "venv", "--without-pip", environment])
