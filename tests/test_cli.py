@@ -195,8 +195,9 @@ def test_a_folder_that_is_gone_and_a_width_without_end_are_no_traceback(tmp_path
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert line.startswith("fusepatch: stopped by FileNotFoundError: ")
+    table = "from fusepatch import terminal; terminal.print_table(['a', 'b'], [['1', '2']], terminal.width())"
     for columns in ("0", "-1", "x", "9" * 30):
-        assert command("env", env={"COLUMNS": columns}).returncode == 0
+        assert fresh(table, env={"COLUMNS": columns, "FUSEPATCH": "0"}, check=True).stdout.startswith("a")
 
 
 def in_a_terminal(*arguments: str, columns: int = 80, **env: str) -> str:
@@ -220,7 +221,7 @@ def in_a_terminal(*arguments: str, columns: int = 80, **env: str) -> str:
 
 
 def test_a_terminal_has_colours_and_the_same_words() -> None:
-    shown, piped = in_a_terminal("status"), command("status").stdout
+    shown, piped = in_a_terminal("status"), command("status", env={"TERM": "xterm", "NO_COLOR": ""}).stdout
     assert f"\033[32m\u2713\033[0m {LIGER}" in shown
     assert re.sub("\033\\[[0-9]+m", "", shown) == piped
     for env in ({"NO_COLOR": "1"}, {"TERM": "dumb"}):

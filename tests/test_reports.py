@@ -492,6 +492,27 @@ def test_a_report_in_which_any_field_is_another_one_is_read_or_named(a_record: d
     reports.used(report, [])
 
 
+def test_no_text_of_a_report_reaches_the_terminal_as_a_command(a_worker_without: Path) -> None:
+    def evil(value: Any, key: str = "") -> Any:
+        if isinstance(value, dict):
+            return {name: evil(item, name) for name, item in value.items()}
+        if isinstance(value, list):
+            return [evil(item) for item in value]
+        return f"\x1b[2J\n\ud800{value}" if isinstance(value, str) and key != "outcome" else value
+
+    (path,) = a_worker_without.iterdir()
+    record = evil(json.loads(path.read_text()))
+    record["patches"][0]["fallbacks"] = [{"text": "\x07", "times": 1}]
+    path.write_text(json.dumps(record))
+    report = reports.read(str(a_worker_without))
+    text = reports.text(report, 80, verbose=True)
+    assert "\\x1b[2J" in text
+    assert all(line.isprintable() for line in text.splitlines())
+    done = command("check", "--report", a_worker_without)
+    assert (done.returncode, done.stderr) == (5, "")
+    assert all(line.isprintable() for line in done.stdout.splitlines())
+
+
 def test_the_json_has_the_keys_that_the_help_names(a_worker_without: Path) -> None:
     found = json.loads(command("status", "--json", "--report", a_worker_without).stdout)
     assert found == json.loads(command("check", "--json", "--report", a_worker_without).stdout)

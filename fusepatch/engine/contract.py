@@ -43,7 +43,7 @@ def in_source(site: Site) -> InSource:
     path = _source_path(site.module)
     if path is None:
         return InSource(f"there is no module {site.module}")
-    if not path.is_file():
+    if not path.exists():
         return InSource(None)
     try:
         tree = ast.parse(path.read_bytes())
