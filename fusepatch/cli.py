@@ -16,10 +16,10 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import fusepatch
-from fusepatch import activation, process_record, reports, settings, terminal
+from fusepatch import activation, patch_lines, process_record, reports, settings, terminal
 from fusepatch.engine import ledger
 from fusepatch.engine.patch import Outcome, PatchRecord, Reason, SiteRecord
 from fusepatch.errors import FusepatchError, SettingError
@@ -29,6 +29,10 @@ USAGE = 2
 """Exit status for a wrong argument, an unknown patch id, a variable whose value cannot be read."""
 REQUIRED = 8
 """Exit status of `check --require` where a required patch is not applied."""
+READER_GONE = 1
+"""Exit status of `bench` whose reader has gone; what the other commands have to say is complete by then."""
+INTERRUPTED = 130
+"""Exit status after Ctrl-C; the usual one of shells."""
 REFUSED = 125
 """Exit status of `run` where the program was not started; the usual one of commands that start others."""
 
@@ -121,34 +125,56 @@ exit status: 0; 2 where NAME is malformed or taken, or this is no checkout
 """
 
 
+class Answer(NamedTuple):
+    """What a command has to say: the text for stdout, the exit status, and messages for stderr."""
+
+    text: str
+    status: int = 0
+    complaints: tuple[str, ...] = ()
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status; `run` does not return, since it becomes the program that it starts."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    parser = _parser()
     try:
-        if given[:1] == ["run"] and given[1:2] not in ([], ["-h"], ["--help"]):
-            return _run(given[1:])
-        if given[:1] == ["bench"]:
-            from fusepatch.bench.main import main as bench
-
-            return bench(given[1:], parser.prog)
-        options = parser.parse_args(given)
-        if options.command is None:
-            parser.print_help()
-            return USAGE
-        status = int(options.function(options))
-        sys.stdout.flush()
+        return _run(given[1:]) if _is_run(given) else _answered(given)
     except FusepatchError as error:
-        return _complain(str(error), USAGE)
+        terminal.complain(str(error))
+        return USAGE
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
-        return 1
-    return status
+        return READER_GONE
+    except OSError as error:
+        terminal.complain(f"stopped by {type(error).__name__}: {error}")
+        return USAGE
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    finally:
+        terminal.finish()
+
+
+def _is_run(given: Sequence[str]) -> bool:
+    return given[:1] == ["run"] and given[1:2] not in ([], ["-h"], ["--help"])
+
+
+def _answered(given: Sequence[str]) -> int:
+    terminal.prepare()
+    parser = _parser()
+    if given[:1] == ["bench"]:
+        from fusepatch.bench.main import main as bench
+
+        return bench(given[1:], parser.prog)
+    options = parser.parse_args(given)
+    answer: Answer = Answer(parser.format_help(), USAGE) if options.command is None else options.function(options)
+    with contextlib.suppress(BrokenPipeError):  # who left has read enough: `status | head -1`
+        terminal.show(answer.text.removesuffix("\n"))
+    for complaint in answer.complaints:
+        terminal.complain(complaint)
+    return answer.status
 
 
 def _parser() -> argparse.ArgumentParser:
     program = "fusepatch" if os.path.basename(sys.argv[0]) == "fusepatch" else "python -m fusepatch"
-    parser = argparse.ArgumentParser(
+    parser = terminal.Parser(
         prog=program,
         description="Version-gated patches for the post-training stack that is installed.",
         epilog=f"`{program} COMMAND --help` says more.",
@@ -157,7 +183,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
 
     def add(
-        name: str, function: Callable[[argparse.Namespace], int], summary: str, text: str, usage: str | None = None
+        name: str, function: Callable[[argparse.Namespace], Answer], summary: str, text: str, usage: str | None = None
     ) -> argparse.ArgumentParser:
         command = commands.add_parser(
             name,
@@ -170,10 +196,16 @@ def _parser() -> argparse.ArgumentParser:
         return command
 
     status = add("status", _status, "what a fresh process would patch, and why", _STATUS_HELP + _JSON_HELP)
+    status.add_argument(
+        "-v", "--verbose", action="store_true", help="each module that a patch changes too, with reasons"
+    )
     status.add_argument("--json", action="store_true", help="print the records as JSON")
     status.add_argument("--report", metavar="DIR", help="merge the reports of a run's processes instead")
     check = add("check", _check, "import the libraries, apply the patches, report", _CHECK_HELP + _JSON_HELP)
     check.add_argument("--require", metavar="ID,...", type=_ids, default=(), help="patches that must be applied")
+    check.add_argument(
+        "-v", "--verbose", action="store_true", help="each module that a patch changes too, with reasons"
+    )
     check.add_argument("--json", action="store_true", help="print the records as JSON")
     check.add_argument("--report", metavar="DIR", help="check the processes of a run instead")
     ids = "".join(f"\n  {patch.id}" for patch in PATCHES)
@@ -209,33 +241,32 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _ids(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    if not names:
+        raise argparse.ArgumentTypeError(f"wanted the id of a patch or several with commas, found {text!r}")
+    return names
 
 
-def _status(options: argparse.Namespace) -> int:
+def _status(options: argparse.Namespace) -> Answer:
     if options.report is not None:
         report = reports.read(options.report)
-        if options.json:
-            print(json.dumps(reports.as_data(report), indent=2))
-        else:
-            _print_report(report)
-        return 0
+        return Answer(_json(reports.as_data(report)) if options.json else _report_text(report, options.verbose))
     records = activation.planned(os.environ)
-    for name in settings.read(os.environ).unknown:
-        _complain(settings.unknown_name(name), 0)
+    unknown = tuple(map(settings.unknown_name, settings.read(os.environ).unknown))
     if options.json:
-        _print_json(records)
-    else:
-        print(f"{_this_process()}: what a fresh process would do\n")
-        _print_records(records)
-        _print_not_requested()
-        print(
-            "\n" + terminal.wrap("`explain ID` says more of a patch, `check` applies them for real.", terminal.width())
-        )
-    return 0
+        return Answer(_json(list(map(process_record.as_data, records))), complaints=unknown)
+    more = "`explain ID` describes a patch, `check` applies them for real."
+    parts = [
+        f"{_this_process()}: what a fresh process would do",
+        _lines(records, options.verbose, planned=True),
+        terminal.wrap(
+            more if options.verbose else f"`status -v` shows each module and the reasons, {more}", terminal.width()
+        ),
+    ]
+    return Answer("\n\n".join(parts), complaints=unknown)
 
 
-def _check(options: argparse.Namespace) -> int:
+def _check(options: argparse.Namespace) -> Answer:
     for required in options.require:
         activation.explain(required)  # an unknown id stops here
     if options.report is not None:
@@ -243,6 +274,7 @@ def _check(options: argparse.Namespace) -> int:
     records = activation.planned(os.environ)
     if settings.read(os.environ).switch is not False:
         os.environ.pop(activation.REPORT, None)  # this process trains nothing: it is no part of what is reported
+        terminal.claim_stdout()
         activation.activate()
         _import_upstreams(records)
         records = activation.status()
@@ -252,16 +284,16 @@ def _check(options: argparse.Namespace) -> int:
     else:
         status = max(CHECK_STATUS[record.outcome] for record in records)
     if options.json:
-        _print_json(records)
-    else:
-        print(f"{_this_process()}: what was applied here\n")
-        _print_records(records)
-        _print_not_requested()
-        print("\n" + terminal.wrap(f"exit status {status}: {_verdict(status, records, missing)}", terminal.width()))
-    return status
+        return Answer(_json(list(map(process_record.as_data, records))), status)
+    parts = [
+        f"{_this_process()}: what was applied here",
+        _lines(records, options.verbose, planned=False),
+        terminal.wrap(f"exit status {status}: {_verdict(status, records, missing)}", terminal.width()),
+    ]
+    return Answer("\n\n".join(parts), status)
 
 
-def _check_report(options: argparse.Namespace) -> int:
+def _check_report(options: argparse.Namespace) -> Answer:
     report = reports.read(options.report)
     if options.require:
         problems = reports.missing(report, options.require)
@@ -274,21 +306,24 @@ def _check_report(options: argparse.Namespace) -> int:
         problems = ["no process has loaded a target of any patch"]
         status = CHECK_STATUS[Outcome.ABSENT]
     if options.json:
-        print(json.dumps(reports.as_data(report), indent=2))
-    else:
-        _print_report(report)
-        verdict = "; ".join(problems)
-        if not problems:
-            verdict = (
-                f"applied wherever a target is loaded, or switched off by you: {reports.used(report, options.require)}"
-            )
-        print("\n" + terminal.wrap(f"exit status {status}: {verdict}", terminal.width()))
-    return status
+        return Answer(_json(reports.as_data(report)), status)
+    verdict = "; ".join(problems)
+    if not problems:
+        verdict = (
+            f"applied wherever a target is loaded, or switched off by you: {reports.used(report, options.require)}"
+        )
+    verdict = terminal.wrap(terminal.printable(f"exit status {status}: {verdict}"), terminal.width())
+    return Answer(f"{_report_text(report, options.verbose)}\n\n{verdict}", status)
 
 
-def _print_report(report: reports.Report) -> None:
-    print(f"{_this_process()}: the processes that report to {report.folder}")
-    reports.print_report(report, terminal.width())
+def _report_text(report: reports.Report, verbose: bool) -> str:
+    head = terminal.printable(f"{_this_process()}: the processes that report to {report.folder}")
+    return f"{head}\n{reports.text(report, terminal.width(), verbose)}"
+
+
+def _lines(records: Sequence[PatchRecord], verbose: bool, planned: bool) -> str:
+    lines = patch_lines.of_records(records, os.environ, planned)
+    return patch_lines.text(lines, terminal.width(), verbose)
 
 
 def _verdict(status: int, records: Sequence[PatchRecord], missing: Sequence[PatchRecord]) -> str:
@@ -305,60 +340,53 @@ def _import_upstreams(planned: Sequence[PatchRecord]) -> None:
         if site.outcome not in (Outcome.PENDING, Outcome.DRIFTED):
             continue
         try:
-            with contextlib.redirect_stdout(sys.stderr):  # stdout is for the report
-                importlib.import_module(site.module)
-        except (Exception, SystemExit) as error:
+            importlib.import_module(site.module)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a library that calls sys.exit() as well
             ledger.record(_import_failure(site, error))
 
 
 def _import_failure(site: SiteRecord, error: BaseException) -> SiteRecord:
-    text = " ".join(str(error).split())
     reason = Reason(
-        f"importing it raised {type(error).__name__}: {text}"
-        if text
-        else f"importing it raised {type(error).__name__}",
+        f"importing it raised {' '.join(traceback.format_exception_only(error)[-1].split())}",
         consequence="a program that imports it stops there, with or without fusepatch",
         action=f"make `python -c 'import {site.module}'` work",
     )
     return site._replace(outcome=Outcome.FAILED, reason=reason, traceback=traceback.format_exc())
 
 
-def _explain(options: argparse.Namespace) -> int:
-    print(terminal.wrap(activation.explain_planned(options.id, os.environ), terminal.width()))
-    return 0
+def _explain(options: argparse.Namespace) -> Answer:
+    return Answer(terminal.wrap(activation.explain_planned(options.id, os.environ), terminal.width()))
 
 
-def _new_patch(options: argparse.Namespace) -> int:
+def _new_patch(options: argparse.Namespace) -> Answer:
     from fusepatch import new_patch
 
-    print(new_patch.create(options.name, Path.cwd()))
-    return 0
+    return Answer(new_patch.create(options.name, Path.cwd()))
 
 
-def _env(options: argparse.Namespace) -> int:
+def _env(options: argparse.Namespace) -> Answer:
     columns = terminal.width()
     names = [name for name in sorted(os.environ) if name == "FUSEPATCH" or name.startswith("FUSEPATCH_")]
     problems = {name: problem for name in names if (problem := _problem({name: os.environ[name]}))}
+    blocks = []
     for variable in settings.TABLE:
-        print(variable.shown_name)
         own = [name for name in names if settings.find(name) is variable]
+        block = [variable.shown_name]
         for number, text in enumerate(_values(variable, own, problems)):
-            print(terminal.labelled("value" if number == 0 else "", text, columns))
+            block.append(terminal.labelled("value" if number == 0 else "", text, columns))
         for label, text in (
             ("accepted", variable.values),
             ("meaning", variable.meaning),
             ("read by", variable.read_by),
         ):
-            print(terminal.labelled(label, text.replace("`", ""), columns))
-        print()
-    for name in names:
-        if settings.find(name) is None:
-            print(terminal.wrap(settings.unknown_name(name), columns) + "\n")
+            block.append(terminal.labelled(label, text.replace("`", ""), columns))
+        blocks.append("\n".join(block))
+    blocks += [terminal.wrap(settings.unknown_name(name), columns) for name in names if settings.find(name) is None]
     together = [] if problems else [_problem(os.environ)]
-    wrong = [problem for problem in (*problems.values(), *together) if problem]
-    for problem in wrong:
-        _complain(problem, USAGE)
-    return USAGE if wrong else 0
+    wrong = tuple(problem for problem in (*problems.values(), *together) if problem)
+    return Answer("\n\n".join(blocks) + "\n\n", USAGE if wrong else 0, wrong)
 
 
 def _values(variable: settings.Variable, names: Sequence[str], problems: Mapping[str, str]) -> Iterator[str]:
@@ -388,28 +416,33 @@ def _problem(environ: Mapping[str, str]) -> str | None:
 
 def _run(arguments: list[str]) -> int:
     """Become `python ARGUMENTS` with the patches switched on; returns only where that is refused."""
-    problem = _problem(os.environ)
-    if problem is not None:
-        return _complain(f"{problem} The program was not started.", REFUSED)
+    try:
+        problem = _problem(os.environ) or _started(arguments)
+    except OSError as error:
+        problem = f"{sys.executable} could not be started: {type(error).__name__}: {error}."
+    terminal.complain(f"{problem} The program was not started.")
+    return REFUSED
+
+
+def _started(arguments: list[str]) -> str:
+    """Start the program, or return why that would be in vain."""
     own = _own_interpreter_options()
     if settings.read(os.environ).switch is False:
-        _complain("FUSEPATCH=0 is set, so the program runs unpatched; unset it to have the patches", 0)
+        terminal.complain("FUSEPATCH=0 is set, so the program runs unpatched; unset it to have the patches")
         _become_python([*own, *arguments], dict(os.environ))
     options = [*own, *_interpreter_options(arguments)]
     if _startup_is_installed(options):
         _become_python([*own, *arguments], {**os.environ, activation.SWITCH: "1"})
-    return _complain(
+    return (
         f"{' '.join([sys.executable, *options])} does not read fusepatch's start-up file, so `run` would switch nothing on: "
         f"fusepatch.pth and fusepatch_startup.py must lie in its site-packages (a checkout on PYTHONPATH does not put them "
-        f"there, and -S keeps them out). The program was not started. Install fusepatch there with pip, or write "
-        f"`import fusepatch` at the top of the program.",
-        REFUSED,
+        f"there, and -S keeps them out). Install fusepatch there with pip, or write `import fusepatch` at the top of the "
+        f"program."
     )
 
 
 def _become_python(arguments: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
-    sys.stdout.flush()
-    sys.stderr.flush()
+    terminal.finish()
     os.execve(sys.executable, [sys.executable, *arguments], environ)
 
 
@@ -452,48 +485,9 @@ def _startup_is_installed(options: Sequence[str]) -> bool:
     return asked.returncode == 0
 
 
-def _print_records(records: Sequence[PatchRecord]) -> None:
-    rows = []
-    for record in records:
-        groups: dict[tuple[str, str, str], list[str]] = {}
-        for site in record.sites:
-            outcome = "would apply" if site.outcome is Outcome.PENDING else site.outcome.value
-            if site.flags:
-                outcome += f" ({', '.join(site.flags)})"
-            groups.setdefault((site.version or "", outcome, str(site.reason)), []).append(site.module)
-        for number, (cells, modules) in enumerate(groups.items()):
-            rows.append((record.id if number == 0 else "", _listed(modules), *cells))
-    terminal.print_table(("patch", "module", "version", "outcome", "why"), rows, terminal.width())
-
-
-def _print_not_requested() -> None:
-    read = settings.read(os.environ)
-    idle = [f"{patch.id} ({patch.requested_by})" for patch in PATCHES if not activation.is_requested(patch, read)]
-    if idle:
-        text = f"Nothing is changed, until its variable is set, by {' and by '.join(idle)}."
-        print("\n" + terminal.wrap(text, terminal.width()))
-
-
-def _listed(modules: Sequence[str]) -> str:
-    """The modules in few words: those of one package behind its name."""
-    packages: dict[str, list[str]] = {}
-    for module in modules:
-        package, _, name = module.rpartition(".")
-        packages.setdefault(package, []).append(name)
-    return "; ".join(
-        f"{package}: {', '.join(names)}" if len(names) > 1 else f"{package}.{names[0]}".lstrip(".")
-        for package, names in packages.items()
-    )
-
-
-def _print_json(records: Sequence[PatchRecord]) -> None:
-    print(json.dumps([process_record.as_data(record) for record in records], indent=2))
+def _json(data: Any) -> str:
+    return json.dumps(data, indent=2)
 
 
 def _this_process() -> str:
     return f"fusepatch {fusepatch.__version__}, Python {platform.python_version()}"
-
-
-def _complain(text: str, status: int) -> int:
-    print(terminal.wrap(f"fusepatch: {text}", terminal.width()), file=sys.stderr)
-    return status

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
 import re
+import shlex
 import signal
+import subprocess
 import sys
 import sysconfig
 import textwrap
@@ -14,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import Completed, fresh, run
+from helpers import Completed, clean_environment, fresh, run
 
 import fusepatch
 from fusepatch import cli, settings
@@ -45,17 +49,6 @@ def records(done: Completed) -> dict[str, Any]:
 def joined(text: str) -> str:
     """The text with its line breaks and indentation as single blanks."""
     return " ".join(text.split())
-
-
-@pytest.fixture(params=["rich", "plain"])
-def tables(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, str]:
-    """An environment in which tables go through rich, and one in which rich cannot be imported."""
-    if request.param == "rich":
-        return {}
-    shadow = tmp_path / "without_rich"
-    (shadow / "rich").mkdir(parents=True)
-    (shadow / "rich" / "__init__.py").write_text("raise ImportError('there is no rich here')\n")
-    return {"PYTHONPATH": str(shadow)}
 
 
 @pytest.fixture
@@ -131,80 +124,161 @@ def test_help_and_usage_errors() -> None:
         ["--help"],
         *([name, "--help"] for name in ("status", "check", "explain", "env", "new-patch")),
         ["status"],
+        ["status", "-v"],
         ["env"],
         *(["explain", name] for name in IDS),
         ["explain", "nonsense"],
     ],
     ids=" ".join,
 )
-def test_no_line_is_longer_than_80_columns(arguments: list[str], tables: dict[str, str]) -> None:
-    done = command(*arguments, env={**tables, "FUSEPATCH_LIGER_ROPE": "0", "FUSEPATCH_NONSENSE": "1"})
+def test_no_line_is_longer_than_80_columns(arguments: list[str]) -> None:
+    done = command(*arguments, env={"FUSEPATCH_LIGER_ROPE": "0", "FUSEPATCH_NONSENSE": "1"})
     assert done.stdout or done.stderr
     assert [line for line in (done.stdout + done.stderr).splitlines() if len(line) > 80] == []
 
 
-def test_a_reader_that_goes_away_is_no_traceback() -> None:
-    code = f"""
-        import subprocess, sys
-        process = subprocess.Popen(
-            [sys.executable, "-m", "fusepatch", "explain", {LIGER!r}], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
-        process.stdout.close()
-        print(process.stderr.read().decode(), process.wait())
-    """
-    assert fresh(code, check=True).stdout.split() == ["1"]
+# What is written, whatever there is to write to
+
+
+def shell(line: str, **env: str) -> Completed:
+    """Run a line of shell in which `fusepatch` is the command under test."""
+    return run(
+        ["bash", "-c", f'fusepatch() {{ {shlex.quote(sys.executable)} -m fusepatch "$@"; }}; {line}'],
+        {"COLUMNS": "200", **env},
+    )
+
+
+COMMANDS = ("status --json", f"explain {LIGER}", "--help", "bench grpo --help")
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+@pytest.mark.parametrize("stdout", [">&-", ">/dev/full", "1</dev/null"])
+def test_a_stdout_that_cannot_be_written_to_is_one_line_and_exit_status_2(words: str, stdout: str) -> None:
+    done = shell(f"fusepatch {words} {stdout}")
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert re.match("fusepatch: (stdout is closed|the output could not be written to stdout)", line)
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_a_reader_that_goes_away_is_silence_and_the_exit_status_that_was_due(words: str) -> None:
+    done = shell(f"fusepatch {words} | true; exit ${{PIPESTATUS[0]}}", PYTHONUNBUFFERED="1")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("stderr", ["2>&-", "2>/dev/full"])
+def test_a_stderr_that_cannot_be_written_to_costs_the_message_only(stderr: str) -> None:
+    unknown = shell(f"fusepatch status --json {stderr}", FUSEPATCH_STRCIT="1")
+    assert unknown.returncode == 0
+    assert [record["id"] for record in json.loads(unknown.stdout)] == IDS
+    for words in ("explain nonsense", "status --nonsense", "nonsense", "bench grpo --repeats 1"):
+        done = shell(f"fusepatch {words} {stderr}")
+        assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_what_stdout_cannot_encode_is_written_as_an_escape(encoding: str) -> None:
+    value = "\u00e9\u20ac\udcff\x1b[2J"
+    env = {"PYTHONIOENCODING": encoding, "FUSEPATCH_REPORT": value, "COLUMNS": "200"}
+    argv = [sys.executable, "-m", "fusepatch"]
+    done = subprocess.run([*argv, "env"], env=clean_environment(env), capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    shown = {"ascii": r"\xe9\u20ac", "latin-1": "\u00e9" + r"\u20ac", "utf-8": "\u00e9\u20ac"}[encoding]
+    assert shown + r"\udcff\x1b[2J (from the environment)" in done.stdout.decode(encoding)
+    done = subprocess.run([*argv, "explain", value], env=clean_environment(env), capture_output=True, check=False)
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert done.stderr.startswith(b"fusepatch: there is no patch ")
+
+
+def test_a_folder_that_is_gone_and_a_width_without_end_are_no_traceback(tmp_path: Path) -> None:
+    done = shell(f"mkdir {tmp_path}/gone; cd {tmp_path}/gone; rmdir ../gone; fusepatch env", FUSEPATCH_REPORT="report")
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("fusepatch: stopped by FileNotFoundError: ")
+    table = "from fusepatch import terminal; terminal.print_table(['a', 'b'], [['1', '2']], terminal.width())"
+    for columns in ("0", "-1", "x", "9" * 30):
+        assert fresh(table, env={"COLUMNS": columns, "FUSEPATCH": "0"}, check=True).stdout.startswith("a")
+
+
+def in_a_terminal(*arguments: str, columns: int = 80, **env: str) -> str:
+    """What `python -m fusepatch ARGUMENTS` writes to a terminal."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fusepatch", *arguments],
+        env=clean_environment({"COLUMNS": str(columns), "TERM": "xterm", "NO_COLOR": "", **env}),
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    written = b""
+    with contextlib.suppress(OSError):  # the end of a terminal is an error
+        while part := os.read(ours, 1 << 16):
+            written += part
+    os.close(ours)
+    assert process.wait() == 0
+    return written.decode().replace("\r\n", "\n")
+
+
+def test_a_terminal_has_colours_and_the_same_words() -> None:
+    shown, piped = in_a_terminal("status"), command("status", env={"TERM": "xterm", "NO_COLOR": ""}).stdout
+    assert f"\033[32m\u2713\033[0m {LIGER}" in shown
+    assert re.sub("\033\\[[0-9]+m", "", shown) == piped
+    for env in ({"NO_COLOR": "1"}, {"TERM": "dumb"}):
+        assert in_a_terminal("status", **env) == piped
 
 
 # status
 
 
-def test_status_says_what_would_be_applied(tables: dict[str, str]) -> None:
-    done = command("status", env={**tables, "COLUMNS": "200"})
+def lines_of(done: Completed) -> dict[str, tuple[str, str, str]]:
+    """Mark, outcome and detail of each patch; a line that goes on below counts as one."""
+    block = done.stdout.split("\n\n")[1]
+    found = re.findall(r"^(\S) (\S+) +(.+?)(?:  +(\S.*))?$", re.sub(r"\n {20,}", " ", block), re.M)
+    return {name: (mark, outcome, detail) for mark, name, outcome, detail in found}
+
+
+def test_status_says_in_one_line_each_what_would_be_applied() -> None:
+    done = command("status")
     assert (done.returncode, done.stderr) == (0, "")
-    first, _, headings, rule, *rest = done.stdout.splitlines()
-    assert first == f"fusepatch {fusepatch.__version__}, Python {sys.version.split()[0]}: what a fresh process would do"
-    assert headings.split() == ["patch", "module", "version", "outcome", "why"]
-    assert set(rule) <= ({"-", " "} if tables else {"\u2500", " "})
-    row = next(line for line in rest if line.startswith(LIGER))
-    assert re.match(rf"{LIGER} +{LIGER_MODULE} +[0-9.]+ +would apply +liger_kernel [0-9.]+ is tested;", row)
+    assert done.stdout.splitlines()[0] == (
+        f"fusepatch {fusepatch.__version__}, Python {sys.version.split()[0]}: what a fresh process would do"
+    )
+    lines = lines_of(done)
+    assert list(lines) == IDS
+    mark, outcome, detail = lines[LIGER]
+    assert (mark, outcome) == ("\u2713", "would apply")
+    assert re.fullmatch(r"liger_kernel [0-9.]+", detail)
+    assert lines["optimizer.in_backward"] == ("-", "on request", "set FUSEPATCH_OPTIMIZER_IN_BACKWARD")
+    for columns in ("80", "120"):
+        text = command("status", env={"COLUMNS": columns}).stdout
+        assert len(text.splitlines()) <= 24
+        assert max(map(len, text.splitlines())) <= int(columns)
 
 
-def test_at_80_columns_a_row_is_folded_and_keeps_its_words(tables: dict[str, str]) -> None:
-    table = "\n".join(line.rstrip() for line in command("status", env=tables).stdout.splitlines())
-    block = table[table.index("liger.") :].split("\n\n")[0]
-    starts = [match.start() for match in re.finditer(r"\S+(?: \S+)*", block.splitlines()[0])]
-    columns = [
-        "".join(line[start:end].strip() + " " for line in block.splitlines()).strip()
-        for start, end in zip(starts, [*starts[1:], None], strict=True)
-    ]
-    # Where they are folded depends on the longest of all the names.
-    assert columns[0].replace(" ", "") == LIGER
-    assert columns[1].replace(" ", "") == LIGER_MODULE
-    assert columns[3] == "would apply"
-    assert columns[4].endswith("the target has the known shape; will be applied when it is imported")
+def test_what_somebody_asked_for_is_not_on_request() -> None:
+    lines = lines_of(command("status", env={"FUSEPATCH_OPTIMIZER_IN_BACKWARD": "1"}))
+    assert lines["optimizer.in_backward"][:2] == ("\u2713", "would apply")
+    assert lines["optimizer.class"][1] == "on request"
+    until = "It changes nothing until FUSEPATCH_OPTIMIZER_CLASS is set."
+    assert until in joined(command("explain", "optimizer.class").stdout)
+    asked = {"FUSEPATCH_OPTIMIZER_CLASS": "torch.optim.SGD"}
+    assert until not in joined(command("explain", "optimizer.class", env=asked).stdout)
 
 
-def test_the_longest_names_and_versions_fit_80_columns(tables: dict[str, str]) -> None:
-    code = """
-        from fusepatch import terminal
-        headings = ("patch", "module", "version", "outcome", "why")
-        nightly = ("optimizer.in_backward", "liger_kernel.transformers.monkey_patch", "0.8.5.dev20261027042432")
-        terminal.print_table(headings, [(*nightly, "would apply (untested)", "why_" * 9 + " " + "and so on " * 9)], 80)
-    """
-    table = fresh(code, env=tables, check=True).stdout
-    assert [line for line in table.splitlines() if len(line) > 80] == []
-    squeezed = "".join(table.split())
-    for part in ("optimizer.", "in_backward", "liger_kernel.", "dev20261027042432", "(untested)"):
-        assert part in squeezed
+def test_verbose_adds_each_module_with_its_reason() -> None:
+    short, long = command("status").stdout, command("status", "-v").stdout
+    assert set(short.split("\n\n")[1].splitlines()) <= set(long.splitlines())
+    text = joined(long)
+    assert f"{LIGER_MODULE}: would apply: liger_kernel " in text
+    assert "ray._private.worker: ABSENT: ray is not installed" in text or "ray._private.worker: would apply" in text
+    assert "torch.optim: adam, adamw, sgd, " in text
 
 
-def test_modules_that_fare_alike_share_a_row() -> None:
-    assert cli._listed(["torch.optim.adam"]) == "torch.optim.adam"
-    assert cli._listed(["a.b.x", "c", "a.b.y", "a.z"]) == "a.b: x, y; c; a.z"
-    table = command("status", env={"COLUMNS": "400"}).stdout
-    rows = [line for line in table.splitlines() if " would apply " in line]
-    reasons = {(patch.id, site.upstream) for patch in PATCHES for site in patch.sites}
-    assert len(rows) <= len(reasons)
+def test_a_mark_is_ascii_where_stdout_is() -> None:
+    text = command("status", env={"PYTHONIOENCODING": "ascii"}).stdout
+    assert text.isascii()
+    assert re.search(rf"^\+ {LIGER} ", text, re.M)
 
 
 def test_status_imports_no_upstream() -> None:
@@ -240,23 +314,6 @@ def test_status_names_what_is_switched_off() -> None:
         for record in records(done).values():
             assert record["outcome"] == "DISABLED"
             assert record["reason"].startswith(why)
-
-
-def test_what_nobody_asked_for_is_said_to_change_nothing() -> None:
-    def said(*arguments: str, **env: str) -> str:
-        done = command(*arguments, env=env)
-        assert done.returncode == 0, done.stderr
-        return " ".join(done.stdout.split())
-
-    by = "Nothing is changed, until its variable is set, by "
-    optimizer_class = "optimizer.class (FUSEPATCH_OPTIMIZER_CLASS)"
-    in_backward = "optimizer.in_backward (FUSEPATCH_OPTIMIZER_IN_BACKWARD)"
-    assert f"{by}{optimizer_class} and by {in_backward}." in said("status", FUSEPATCH_OPTIMIZER_IN_BACKWARD="0")
-    assert f"{by}{optimizer_class}." in said("status", FUSEPATCH_OPTIMIZER_IN_BACKWARD="1")
-    assert by not in said("status", FUSEPATCH_OPTIMIZER_IN_BACKWARD="1", FUSEPATCH_OPTIMIZER_CLASS="torch.optim.SGD")
-    until = "It changes nothing until FUSEPATCH_OPTIMIZER_CLASS is set."
-    assert until in said("explain", "optimizer.class")
-    assert until not in said("explain", "optimizer.class", FUSEPATCH_OPTIMIZER_CLASS="torch.optim.SGD")
 
 
 def test_status_names_an_unknown_variable() -> None:
@@ -320,25 +377,30 @@ def test_every_outcome_that_check_can_meet_has_an_exit_status() -> None:
 
 
 def test_check_reports_an_import_that_raises(
-    liger_in_place_of_the_real_one: Callable[[str], dict[str, str]], tables: dict[str, str]
+    liger_in_place_of_the_real_one: Callable[[str], dict[str, str]],
 ) -> None:
     source = """
+        import atexit, os
         print("chatter on stdout")
+        os.system("echo chatter of a child")
+        atexit.register(print, "chatter at the end")
         def _apply_liger_kernel_to_instance(model, **kwargs): ...
         def _apply_liger_kernel(model_type, **kwargs): ...
         def apply_liger_kernel_to_llama(model=None): ...
         raise ImportError("libfast.so is\\nnot here")
     """
     env = {**ONLY_LIGER, **liger_in_place_of_the_real_one(source)}
-    if tables:
-        env["PYTHONPATH"] += os.pathsep + tables["PYTHONPATH"]
     assert records(command("status", "--json", env=env))[LIGER]["outcome"] == "PENDING"
     done = command("check", env=env)
     assert done.returncode == 7
     text = joined(done.stdout)
     assert f"exit status 7: {LIGER} is FAILED" in text
     assert "Traceback" not in done.stdout + done.stderr
-    assert done.stderr == "chatter on stdout\n"
+    chatter = ["chatter of a child", "chatter on stdout", "chatter at the end"]
+    assert sorted(done.stderr.splitlines()) == sorted(chatter)
+    assert command("check", env={**env, "PYTHONUNBUFFERED": "1"}).stderr.splitlines() == [
+        *("chatter on stdout", "chatter of a child", "chatter at the end"),
+    ]
     assert [line for line in done.stdout.splitlines() if len(line) > 80] == []
     (site,) = records(command("check", "--json", env=env))[LIGER]["sites"]
     assert site["outcome"] == "FAILED"
@@ -351,7 +413,13 @@ def test_check_reports_an_import_that_raises(
     [
         (None, "", 3, "ABSENT", f"there is no module {LIGER_MODULE}"),
         ("", "0.3.0", 4, "GATED", "liger_kernel 0.3.0; wanted liger_kernel >="),
-        ("def _apply_liger_kernel_to_instance(model, **kwargs): ...", "", 5, "DRIFTED", "has no _apply_liger_kernel;"),
+        (
+            "def _apply_liger_kernel_to_instance(model, **kwargs): ...",
+            "",
+            5,
+            "DRIFTED",
+            "monkey_patch has no _apply_liger_kernel;",
+        ),
         ("def (", "", 7, "FAILED", "importing it raised SyntaxError"),
     ],
     ids=["absent", "gated", "drifted", "no python"],
@@ -367,9 +435,9 @@ def test_each_outcome_has_its_exit_status(
     env = {**ONLY_LIGER, **liger_in_place_of_the_real_one(source, version), "COLUMNS": "400"}
     done = command("check", env=env)
     assert done.returncode == status, done.stdout
-    row = next(line for line in done.stdout.splitlines() if line.startswith(LIGER))
-    assert re.search(rf"  {outcome}  ", row)
-    assert why in row
+    mark, shown, detail = lines_of(done)[LIGER]
+    assert (mark, shown) == ("-" if outcome == "ABSENT" else "!", outcome)
+    assert why in detail
     assert f"exit status {status}: {LIGER} is {outcome}" in done.stdout
 
     required = command("check", "--require", LIGER, env=env)
@@ -394,13 +462,47 @@ def test_an_applied_patch_satisfies_require_whatever_the_others_do(
     env = {**ONLY_LIGER, **liger_in_place_of_the_real_one(source, "99.0"), "COLUMNS": "400"}
     done = command("check", "--require", LIGER, env=env)
     assert done.returncode == 0
-    assert "  APPLIED (untested)  " in done.stdout
+    assert lines_of(done)[LIGER] == ("\u2713", "APPLIED", "liger_kernel 99.0 (untested)")
 
 
 def test_check_knows_the_ids() -> None:
     done = command("check", "--require", f"{LIGER},liger.flags")
     assert (done.returncode, done.stdout) == (2, "")
     assert f"there is no patch 'liger.flags'; the nearest is {LIGER}." in joined(done.stderr)
+
+
+@pytest.mark.parametrize("names", ["", " ", ","])
+def test_a_list_of_no_patches_is_no_requirement_that_holds(names: str) -> None:
+    done = command("check", "--require", names)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "argument --require: wanted the id of a patch" in done.stderr
+
+
+@pytest.mark.parametrize("source", ["raise SystemExit(0)", "import pytest; pytest.skip('x', allow_module_level=True)"])
+def test_a_library_that_ends_the_process_at_its_import_has_failed(
+    source: str, liger_in_place_of_the_real_one: Callable[[str], dict[str, str]]
+) -> None:
+    done = command("check", env={**ONLY_LIGER, **liger_in_place_of_the_real_one(source)})
+    assert done.returncode == 7
+    assert lines_of(done)[LIGER][1] == "FAILED"
+
+
+@pytest.mark.parametrize("what", ["a folder", "nested", "no text"])
+def test_a_library_that_cannot_be_read_is_no_traceback(
+    what: str, liger_in_place_of_the_real_one: Callable[..., dict[str, str]]
+) -> None:
+    env = liger_in_place_of_the_real_one(None, "0.8.5")
+    package = Path(env["PYTHONPATH"])
+    module = package / "liger_kernel" / "transformers" / "monkey_patch.py"
+    if what == "a folder":
+        module.mkdir()
+    else:
+        module.write_text("x = " + "-" * 100_000 + "1")
+    if what == "no text":
+        (package / "liger_kernel-0.8.5.dist-info" / "METADATA").write_bytes(b"Name: \xff")
+    done = command("status", env=env)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert lines_of(done)[LIGER][1] == "would apply"
 
 
 # explain
@@ -564,6 +666,28 @@ def test_run_refuses_values_that_cannot_be_read(program: Path) -> None:
     assert (done.returncode, done.stdout) == (125, "")
     assert "FUSEPATCH_STRICT='maybe' cannot be read" in joined(done.stderr)
     assert "The program was not started." in joined(done.stderr)
+
+
+def test_an_interpreter_that_is_gone_is_a_program_that_was_not_started(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/gone/python")
+    assert cli.main(["run", "train.py"]) == 125
+    text = joined(capsys.readouterr().err)
+    assert re.match(r"fusepatch: /gone/python could not be started: FileNotFoundError: .* was not started\.$", text)
+
+
+def test_ctrl_c_ends_a_command_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(environ: Mapping[str, str]) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.activation, "planned", interrupted)
+    assert cli.main(["status"]) == 130
+
+
+def test_the_streams_that_run_leaves_are_the_programs_own() -> None:
+    for stdout in (">&-", ">/dev/full", "2>&-"):
+        assert shell(f"fusepatch run -c 'import sys; sys.exit(7)' {stdout}").returncode == 7
 
 
 def test_run_refuses_where_the_start_up_file_is_not_installed(program: Path, tmp_path: Path) -> None:

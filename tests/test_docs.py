@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
 import pytest
 from helpers import run
 
-from fusepatch import docs_pages, settings
+import fusepatch
+from fusepatch import docs_pages, patch_lines, settings
+from fusepatch.patch_lines import Line
 from fusepatch.patches import PATCHES
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -75,3 +78,20 @@ def test_each_variable_that_a_patch_reads_is_named_by_that_patch() -> None:
         readers = [patch for patch in PATCHES if patch.id in variable.read_by]
         for patch in readers:
             assert any(settings.find(name) is variable for name in patch.variables), (variable.name, patch.id)
+
+
+@pytest.mark.parametrize(("page", "indent"), [("index.md", ""), ("distributed.md", "  ")])
+def test_a_status_that_a_page_shows_is_what_is_printed(page: str, indent: str) -> None:
+    (block,) = re.findall(r"```\n(fusepatch [0-9.]+, Python.*?)```", (DOCS / page).read_text(encoding="utf-8"), re.S)
+    assert block.startswith(f"fusepatch {fusepatch.__version__}, ")
+    shown = "\n".join(
+        line
+        for line in block.split("\n\n")[-1].splitlines()
+        if line.startswith(indent + " " * 20) or re.match(rf"{indent}[✓!-] ", line)
+    )
+    rows = re.findall(rf"^{indent}(\S) (\S+) +(\S+(?: \S+)?)  +(.+)$", re.sub(r"\n {20,}", " ", shown), re.M)
+    lines = [Line(mark.replace("✓", "+"), *rest) for mark, *rest in rows]
+    assert patch_lines.text(lines, 80, verbose=False, indent=indent) == shown
+    ids = [patch.id for patch in PATCHES]
+    assert [line.id for line in lines] == [name for name in ids if name in block]
+    assert page != "index.md" or len(lines) == len(ids)

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
 import shutil
+import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import reduce
 from importlib.util import find_spec
+from operator import getitem
 from pathlib import Path
+from random import Random
+from typing import Any
 
 import pytest
 from helpers import Completed, fresh, run
 from report_kit import BUILD, PATCH, environment, patch, processes, seen
 
 import fusepatch
+from fusepatch import reports
 from fusepatch.patches import PATCHES
 
 TORCH = pytest.mark.skipif(find_spec("torch") is None, reason="the optimizers are torch's")
@@ -290,52 +297,42 @@ def a_worker_without(tmp_path: Path) -> Path:
     return tmp_path / "report"
 
 
-@pytest.fixture(params=["rich", "plain"])
-def tables(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, str]:
-    if request.param == "rich":
-        return {}
-    (tmp_path / "without" / "rich").mkdir(parents=True)
-    (tmp_path / "without" / "rich" / "__init__.py").write_text("raise ImportError('there is no rich here')\n")
-    return {"PYTHONPATH": str(tmp_path / "without")}
-
-
 LIGER = "liger.instance_flags"
 
 
 @TORCH
-def test_status_says_which_process_trains_with_what(a_run: Path, tables: dict[str, str]) -> None:
-    done = command("status", "--report", a_run, env=tables, columns=200)
+def test_status_says_which_process_trains_with_what(a_run: Path) -> None:
+    done = command("status", "--report", a_run, columns=200)
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
     assert lines[0].endswith(f"the processes that report to {a_run}")
     assert lines[1] == "3 processes on 1 host"
-    assert lines[3].split() == ["process", "where", "rank", "outcome", "patches"]
     host = re.escape(os.uname().nodename)
-    for rank in ("0/2", "1/2"):
-        assert re.search(
-            rf"^train.py +{host} \d+ +{rank} +APPLIED +.*{PATCH} 1 call \(torch [^)]+\)", done.stdout, re.M
-        )
-    assert re.search(rf"^prepare.py +{host} \d+ +nothing loaded +no target is loaded", done.stdout, re.M)
+    trained, prepared = (re.split("\n(?=\\S)", block) for block in done.stdout.split("\n\n")[1:3])
+    assert re.match(rf"train.py: 2 processes, ranks 0-1 of 2 \({host} \d+, \d+\)\n", trained[0])
+    assert re.search(rf"^  \u2713 {PATCH} +APPLIED +torch [^ ]+; 2 calls$", trained[0], re.M)
+    assert re.search(r"^  - optimizer.class +on request +set FUSEPATCH_OPTIMIZER_CLASS$", trained[0], re.M)
+    assert re.match(rf"prepare.py: 1 process \({host} \d+\)\n  - no target is loaded$", prepared[0])
     assert re.search(rf"{PATCH}: (replaced|not done) 2x in 2 processes: ", joined(done.stdout))
     assert "NOT APPLIED" not in done.stdout
+    long = command("status", "-v", "--report", a_run, columns=200).stdout
+    assert set(lines) <= set(long.splitlines())
+    assert re.search(r"^      torch.optim: adam, adamw, .*: APPLIED: torch ", long, re.M)
 
 
-def test_status_shouts_where_a_target_is_loaded_without_its_patch(
-    a_worker_without: Path, tables: dict[str, str]
-) -> None:
-    done = command("status", "--report", a_worker_without, env=tables)
+def test_status_shouts_where_a_target_is_loaded_without_its_patch(a_worker_without: Path) -> None:
+    done = command("status", "--report", a_worker_without)
     assert done.returncode == 0
-    assert [line for line in done.stdout.splitlines()[1:] if len(line.rstrip()) > 80] == []
+    assert [line for line in done.stdout.splitlines()[1:] if len(line) > 80] == []
+    assert re.search(rf"^  ! {LIGER}  DRIFTED  liger_kernel ", done.stdout, re.M)
     text = joined(done.stdout)
     assert f"NOT APPLIED: {LIGER}: liger_kernel.transformers.monkey_patch is loaded, but DRIFTED: " in text
-    assert re.search(r"In -c \(\S+ \d+, rank 1/4\)", text)
-    squeezed = "".join(done.stdout.split())
-    assert "NOTAPPLIED" in squeezed.partition("-NOT")[0]
+    assert re.search(r"In -c \(\S+ \d+, rank 1 of 4\)", text)
     for arguments, status, verdict in (
         ((), 5, f"exit status 5: {LIGER} is DRIFTED"),
         (("--require", LIGER), 8, f"exit status 8: {LIGER} is DRIFTED in -c ("),
     ):
-        done = command("check", *arguments, "--report", a_worker_without, env=tables)
+        done = command("check", *arguments, "--report", a_worker_without)
         assert (done.returncode, done.stderr) == (status, "")
         assert verdict in joined(done.stdout)
 
@@ -386,29 +383,134 @@ def test_a_directory_that_cannot_be_read_is_exit_status_2(name: str, tmp_path: P
     assert command("check", "--require", "no.such", "--report", tmp_path).returncode == 2
 
 
-def test_torn_and_foreign_files_are_named_and_do_not_count(a_run: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "report"
-    shutil.copytree(a_run, folder)
-    whole = next(iter(a_run.iterdir())).read_bytes()
-    (folder / "torn.json").write_bytes(whole[: len(whole) // 2])
-    (folder / "other.json").write_text("[1, 2]")
-    (folder / "binary.json").write_bytes(b"\xff\xfe\x00")
-    (folder / "later.json").write_text('{"format": 99, "fusepatch": "9.9"}')
-    (folder / "notes.txt").write_text("my notes")
-    (folder / "folder").mkdir()
-    (folder / ".being-written.tmp").write_text("{")
-    (folder / "gone.json").symlink_to(folder / "nothing")
-    done = command("status", "--json", "--report", folder)
-    assert done.returncode == 0
-    found = json.loads(done.stdout)
-    assert len(found["processes"]) == 3
+@pytest.fixture(scope="module")
+def a_record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What one process writes that has a note and calls."""
+    folder = tmp_path_factory.mktemp("record")
+    fresh(COUNT, env={**environment(folder), "RANK": "0", "WORLD_SIZE": "8"}, check=True)
+    (record,) = processes(folder)
+    return record
+
+
+def test_files_that_are_no_report_are_named_in_a_line_each_and_do_not_count(
+    a_record: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = json.dumps(a_record)
+    pid = f'"pid": {a_record["pid"]}'
+    files: dict[str, bytes | str] = {
+        "good": whole,
+        "utf-16": whole.encode("utf-16"),
+        "torn": whole[: len(whole) // 2],
+        "empty": "",
+        "binary": b"\xff\xfe\x00",
+        "latin-1": whole.replace('"role": "', '"role": "\u00e9').encode("latin-1"),
+        "other": "[1, 2]",
+        "notes": "my notes",
+        "later": '{"format": 99, "fusepatch": "9.9"}',
+        "fields": '{"format": 1, "fusepatch": "0.1.0"}',
+        "nested": "[" * 200_000,
+        "nested fields": '{"a":' * 900 + "1" + "}" * 900,
+        "nan": whole.replace(pid, '"pid": NaN'),
+        "infinite": whole.replace(pid, f'"more": 1e999, {pid}'),
+        "digits": whole.replace(pid, '"pid": ' + "9" * 5000),
+        "large": whole.replace(pid, '"pid": ' + "9" * 100),
+        "outcome": whole.replace('"PENDING"', '"BANANA"', 1),
+        "huge": whole + " " * reports.MAXIMUM_BYTES,
+        ".being-written.tmp": "{",
+    }
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else content)
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "folder").mkdir()
+    for name, target in {"loop": "loop", "gone": "nothing", "device": "/dev/zero", "terminal": "/dev/tty"}.items():
+        (tmp_path / name).symlink_to(target)
+    monkeypatch.chdir(tmp_path)  # the path of a socket is a short one
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind("socket")
+    (tmp_path / os.fsdecode(b"odd\xff\n\x1b[2J")).touch()
+
+    done = command("status", "--json", "--report", tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    found = json.loads(done.stdout, parse_constant=pytest.fail)
+    assert found["processes"] == [a_record, a_record]
     why = {entry["file"]: entry["why"] for entry in found["not_read"]}
-    assert set(why) == {"torn.json", "other.json", "binary.json", "later.json", "notes.txt", "folder", "gone.json"}
-    assert why["later.json"] == "written by fusepatch 9.9 in format 99; this one reads 1"
-    text = joined(command("check", "--report", folder).stdout)
-    for name in why:
-        assert f"not read: {name}: " in text
-    assert command("check", "--report", folder).returncode == command("check", "--report", a_run).returncode
+    assert set(why) == {os.fsdecode(name) for name in os.listdir(os.fsencode(tmp_path))} - {
+        *("good", "utf-16", ".being-written.tmp"),
+    }
+    for name, words in {
+        "later": "written by fusepatch 9.9 in format 99; this one reads 1",
+        "fields": "incomplete: host is missing",
+        "nested": "none of fusepatch's: nested too deeply",
+        "nan": "torn, or none of fusepatch's: no JSON (NaN is no number in JSON)",
+        "infinite": "torn, or none of fusepatch's: no JSON (1e999 is too large a number)",
+        "large": "pid is too large; wanted a count, a rank or a process id",
+        "huge": "none of fusepatch's: larger than 8 MiB",
+        "fifo": "a FIFO, which is not opened",
+        "folder": "a directory, which is not opened",
+        "socket": "a socket, which is not opened",
+        "device": "a device, which is not opened",
+        "terminal": "a device, which is not opened",
+        "loop": "OSError: Too many levels of symbolic links",
+        "gone": "FileNotFoundError: No such file or directory",
+    }.items():
+        assert why[name] == words
+    assert why["outcome"].startswith("patches[0].outcome is BANANA; wanted one of DISABLED, ")
+    done = command("check", "--report", tmp_path, columns=400)
+    assert (done.returncode, done.stderr) == (3, "")
+    assert all(line.isprintable() for line in done.stdout.splitlines())
+    assert "- not read: device, terminal: a device, which is not opened\n" in done.stdout
+    assert re.search(r"- not read: \d+ further files: `--json` names them all\n", done.stdout)
+
+
+def test_a_report_in_which_any_field_is_another_one_is_read_or_named(a_record: dict[str, Any], tmp_path: Path) -> None:
+    def fields(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+        if path:
+            yield path
+        inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        for key, item in inside:
+            yield from fields(item, (*path, key))
+
+    random = Random(12)
+    paths = list(fields(a_record))
+    values = [None, True, 7, -1, 1.5, "", "x", "\ud800\x1b[31m", [], {}, [[]], {"a": "b"}, [1], 2**70]
+    for number in range(400):
+        changed = copy.deepcopy(a_record)
+        *head, last = random.choice(paths)
+        holder = reduce(getitem, head, changed)
+        if random.random() < 0.3:
+            del holder[last]
+        else:
+            holder[last] = random.choice(values)
+        (tmp_path / f"{number}.json").write_text(json.dumps(changed))
+    report = reports.read(str(tmp_path))
+    assert len(report.processes) + len(report.not_read) == 400
+    assert len(report.processes) > 20  # a text instead of another text
+    assert len(report.not_read) > 200
+    assert json.loads(json.dumps(reports.as_data(report)), parse_constant=pytest.fail)["processes"]
+    assert all(line.isprintable() for line in reports.text(report, 80, verbose=True).splitlines())
+    reports.missing(report, [PATCH])
+    reports.used(report, [])
+
+
+def test_no_text_of_a_report_reaches_the_terminal_as_a_command(a_worker_without: Path) -> None:
+    def evil(value: Any, key: str = "") -> Any:
+        if isinstance(value, dict):
+            return {name: evil(item, name) for name, item in value.items()}
+        if isinstance(value, list):
+            return [evil(item) for item in value]
+        return f"\x1b[2J\n\ud800{value}" if isinstance(value, str) and key != "outcome" else value
+
+    (path,) = a_worker_without.iterdir()
+    record = evil(json.loads(path.read_text()))
+    record["patches"][0]["fallbacks"] = [{"text": "\x07", "times": 1}]
+    path.write_text(json.dumps(record))
+    report = reports.read(str(a_worker_without))
+    text = reports.text(report, 80, verbose=True)
+    assert "\\x1b[2J" in text
+    assert all(line.isprintable() for line in text.splitlines())
+    done = command("check", "--report", a_worker_without)
+    assert (done.returncode, done.stderr) == (5, "")
+    assert all(line.isprintable() for line in done.stdout.splitlines())
 
 
 def test_the_json_has_the_keys_that_the_help_names(a_worker_without: Path) -> None:
@@ -423,13 +525,41 @@ def test_the_json_has_the_keys_that_the_help_names(a_worker_without: Path) -> No
         assert re.search(rf"\b{key}\b", documented), key
 
 
-def test_processes_that_fare_alike_share_a_row_and_hosts_are_told_apart(tmp_path: Path) -> None:
-    fresh("import fusepatch", env=environment(tmp_path / "one"), check=True)
-    ((path,), (record,)) = (list((tmp_path / "one").iterdir()), processes(tmp_path / "one"))
-    for number in range(5):
-        copy = {**record, "pid": 1000 + number, "host": "node-1" if number < 4 else "node-2"}
-        (tmp_path / "one" / f"copy-{number}.json").write_text(json.dumps(copy))
+def test_processes_that_fare_alike_are_one_group_whatever_their_ranks_and_counts(
+    a_worker_without: Path,
+) -> None:
+    ((path,), (record,)) = (list(a_worker_without.iterdir()), processes(a_worker_without))
     path.unlink()
-    text = command("status", "--report", tmp_path / "one", columns=160).stdout
-    assert "5 processes on 2 hosts" in text
-    assert len(re.findall(r"^-c +node-1 1000, 1001, 1002 and 1 more; node-2 1004 ", text, re.M)) == 1
+    for number in range(400):
+        same = {**copy.deepcopy(record), "pid": 1000 + number, "host": f"node-{number // 8}", "world_size": 400}
+        same |= {"rank": number, "role": f"SpawnProcess-{number} of train.py"}
+        for entry in same["patches"]:
+            entry["calls"] = number % 3
+        (a_worker_without / f"{number}.json").write_text(json.dumps(same))
+    report = reports.read(str(a_worker_without))
+    first, *others = (process["patches"][0]["sites"] for process in report.processes)
+    assert all(sites is first for sites in others)  # checked once, held once
+    text = command("check", "--require", LIGER, "--report", a_worker_without).stdout
+    assert len(text.splitlines()) < 40
+    assert "400 processes on 50 hosts" in text
+    assert "SpawnProcess-* of train.py: 400 processes, ranks 0-399 of 400 (node-0 1000, 1001, 1002 and 5 more; " in (
+        joined(text)
+    )
+    assert "; 47 further hosts)" in joined(text)
+    verdict = joined(text).partition("exit status 8: ")[2]
+    assert re.fullmatch(rf"{LIGER} is DRIFTED in (SpawnProcess-\d+ of train.py \([^)]+\),? ){{3}}and 397 more", verdict)
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ([(None, None)], ""),
+        ([(3, None)], "rank 3"),
+        ([(3, 8), (None, 8)], "rank 3 of 8"),
+        ([(1, 8), (0, 8), (2, 8), (2, 8), (5, 8)], "ranks 0-2, 5 of 8"),
+        ([(0, 2), (1, 4)], "ranks 0-1"),
+        ([(2 * number, None) for number in range(9)], "ranks 0, 2, 4 and 6 more"),
+    ],
+)
+def test_ranks_are_named_in_few_words(given: list[tuple[int | None, int | None]], shown: str) -> None:
+    assert reports._ranks([{"rank": rank, "world_size": size} for rank, size in given]) == shown

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import IO, Any
@@ -45,7 +46,8 @@ def read_peer(text: str, implementations: Collection[str]) -> Peer:
             f"--peer {text}: {name!r} names no implementation. Wanted NAME=PATH, where NAME is one of {', '.join(implementations)}, "
             f"or one of these with a label, as in liger-0.8.3."
         )
-    if not os.path.isdir(path) and not zipfile.is_zipfile(path):
+    # Only a regular file is opened to see: a FIFO would wait for its writer.
+    if not os.path.isdir(path) and not (os.path.isfile(path) and zipfile.is_zipfile(path)):
         raise PeerError(f"--peer {text}: {path!r} is neither a folder nor a wheel. Wanted NAME=PATH.")
     return Peer(name, max(matches, key=len), path)
 
@@ -55,7 +57,7 @@ class Worker:
 
     def __init__(self, peer: Peer, folder: str, module: str) -> None:
         self.peer = peer
-        self._errors: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self._errors: IO[str] = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         paths = [] if peer.path is None else [_unpacked(peer.path, os.path.join(folder, peer.name))]
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, peer.implementation, *paths],
@@ -80,7 +82,7 @@ class Worker:
     def answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
-        if line:
+        if line.endswith("\n"):  # half a line is what a killed process leaves
             found: dict[str, Any] = json.loads(line)
             return found
         status = self._process.wait()
@@ -103,6 +105,11 @@ class Worker:
 def _unpacked(path: str, folder: str) -> str:
     if os.path.isdir(path):
         return os.path.abspath(path)
-    with zipfile.ZipFile(path) as wheel:
-        wheel.extractall(folder)
+    try:
+        with zipfile.ZipFile(path) as wheel:
+            wheel.extractall(folder)
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
+        raise PeerError(
+            f"--peer {path}: the wheel cannot be unpacked ({error}). Nothing was measured; name a whole one."
+        ) from None
     return folder

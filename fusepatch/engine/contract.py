@@ -47,7 +47,7 @@ def in_source(site: Site) -> InSource:
         return InSource(None)
     try:
         tree = ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, OSError, RecursionError, MemoryError):
         return InSource(None)  # importing it will say why
     functions = dict(_functions(tree))
     classes = {statement.name for statement in tree.body if isinstance(statement, ast.ClassDef)}

@@ -39,7 +39,10 @@ def find(upstream: Upstream) -> Found | None:
             continue
     if distributions:
         owner = max(distributions, key=_installed_at)
-        metadata = owner.metadata  # parsed anew at every access
+        try:
+            metadata = owner.metadata  # parsed anew at every access
+        except (OSError, ValueError):  # unreadable, or not UTF-8: a copy of which nothing is known
+            return Found(upstream.distributions[0], None)
         return Found(metadata["Name"], metadata["Version"])
     if not _importable(upstream.import_name):
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
+import os
 import sys
 import zipfile
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from helpers import Completed, fresh, run
 
 from fusepatch.bench.grpo.cases import CASES, PEERS, TOLERANCES, Case
+from fusepatch.bench.processes import PeerError, Worker, read_peer
 
 REPOSITORY = Path(__file__).parents[2]
 SHAPE = ["--batch", "5", "--length", "13", "--hidden", "24", "--vocabulary", "101"]
@@ -243,7 +245,12 @@ def test_several_vocabularies_and_bfloat16() -> None:
         (["--peer", "liger-a=.", "--peer", "liger-a=."], "given twice"),
         (["--cases", "frosen"], "found frosen; wanted some of frozen,"),
         (["--peers", ""], "found none; wanted some of floor,"),
-        (["--json", "nowhere/out.json"], "nowhere/out.json cannot be written: there is no folder"),
+        (["--json", "nowhere/out.json"], "--json 'nowhere/out.json' cannot be written: there is no folder"),
+        (["--json", "."], "--json '.' cannot be written: it is there and no regular file"),
+        (["--json", "-"], "--json '-' cannot be written: it needs the name of a file"),
+        (["--markdown", ""], "--markdown '' cannot be written: it needs the name of a file"),
+        (["--plot", "plot.txt"], "a plot's name ends in one of .png, .pdf, .svg"),
+        (["--peer", "liger-a=/dev/stdin"], "'/dev/stdin' is neither a folder nor a wheel"),
         (["--batch", "0"], "must be at least 1"),
     ],
 )
@@ -252,6 +259,19 @@ def test_wrong_arguments_are_told_before_anything_starts(arguments: list[str], w
     assert done.returncode == 2
     assert words in " ".join(done.stderr.split())
     assert done.stdout == ""
+
+
+def test_a_fifo_is_no_wheel_and_a_damaged_wheel_is_one_line(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(PeerError, match="neither a folder nor a wheel"):  # and does not wait for a writer
+        read_peer(f"liger={tmp_path / 'fifo'}", PEERS)
+    with zipfile.ZipFile(tmp_path / "whole.whl", "w") as wheel:
+        wheel.writestr("liger_kernel/__init__.py", "x = 1\n" * 100)
+    damaged = (tmp_path / "whole.whl").read_bytes().replace(b"x = 1", b"y = 2", 1)
+    (tmp_path / "damaged.whl").write_bytes(damaged)
+    peer = read_peer(f"liger={tmp_path / 'damaged.whl'}", PEERS)
+    with pytest.raises(PeerError, match="Bad CRC-32"):
+        Worker(peer, str(tmp_path), "fusepatch.bench.grpo.worker")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is not None, reason="matplotlib is installed")

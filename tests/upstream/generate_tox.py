@@ -21,7 +21,7 @@ NEWEST = "latest"
 STACK = ("torch", "triton", "transformers", "trl", "accelerate", "peft", "datasets", "requests", "liger-kernel")
 """What of the newest factor the fixed environments install."""
 
-TEST_TOOLS = ("pytest==9.2.0", "pytest-xdist==3.8.0", "rich==15.0.0", "build==1.6.1", "uv==0.13.9")
+TEST_TOOLS = ("pytest==9.2.0", "pytest-xdist==3.8.0", "build==1.6.1", "uv==0.13.9")
 OWN_TOOLS = (
     "pytest==9.2.0",
     "parameterized==0.9.0",
@@ -117,7 +117,7 @@ def render(matrix: Mapping[str, Any]) -> str:
         _section(
             "lint",
             "ruff and mypy",
-            [*stack, *LINT_TOOLS, "rich==15.0.0"],
+            [*stack, *LINT_TOOLS],
             ["ruff check .", "ruff format --check .", "mypy"],
         ),
         _section(
