@@ -112,7 +112,8 @@ def test_the_source_distribution_has_what_its_tests_read_and_no_caches(unpacked:
     names = {str(path.relative_to(unpacked)) for path in unpacked.rglob("*")}
     for wanted in (
         *("tests/conftest.py", "tests/upstream/matrix.toml", "docs/conf.py", "docs/patches.md", "tox.ini", ".ci/run"),
-        *("CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "README.md", "pyproject.toml"),
+        *("CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "README.md", "SECURITY.md", "pyproject.toml"),
+        *("docs/examples/trl_grpo.py", "docs/examples/verl_sft.sh", ".pre-commit-config.yaml"),
     ):
         assert wanted in names
     assert [name for name in names if re.search(r"__pycache__|\.pyc$|\.egg-info|_cache/|^dist/|\.tox", name)] == []
@@ -172,6 +173,11 @@ def test_the_extra_for_the_documentation_names_what_builds_it(built: Built) -> N
     used = {line.partition("==")[0] for line in tox["testenv:docs"]["deps"].split()}
     lines = metadata(built.wheel).get_all("Requires-Dist", [])
     assert {re.split(r"[<>=; ]", line)[0] for line in lines if "extra == 'docs'" in line} == used
+
+
+def test_pre_commit_runs_the_ruff_of_tox() -> None:
+    tox, hooks = ((REPOSITORY / name).read_text(encoding="utf-8") for name in ("tox.ini", ".pre-commit-config.yaml"))
+    assert set(re.findall(r"ruff==[\d.]+", hooks)) == set(re.findall(r"ruff==[\d.]+", tox))
 
 
 # Installed
