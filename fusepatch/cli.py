@@ -341,7 +341,7 @@ def _env(options: argparse.Namespace) -> int:
     problems = {name: problem for name in names if (problem := _problem({name: os.environ[name]}))}
     for variable in settings.TABLE:
         print(variable.shown_name)
-        own = [name for name in names if settings.find(name) is variable]
+        own = [name for name in names if settings.find(name) is variable and not settings.is_unknown(name)]
         for number, text in enumerate(_values(variable, own, problems)):
             print(terminal.labelled("value" if number == 0 else "", text, columns))
         for label, text in (
@@ -352,7 +352,7 @@ def _env(options: argparse.Namespace) -> int:
             print(terminal.labelled(label, text.replace("`", ""), columns))
         print()
     for name in names:
-        if settings.find(name) is None:
+        if settings.is_unknown(name):
             print(terminal.wrap(settings.unknown_name(name), columns) + "\n")
     together = [] if problems else [_problem(os.environ)]
     wrong = [problem for problem in (*problems.values(), *together) if problem]
