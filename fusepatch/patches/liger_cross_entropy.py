@@ -23,7 +23,8 @@ def acts(model: Any, function: str) -> bool:
 
     Without a model, the classes that the function is for are looked at; true where they cannot be found.
     """
-    if vars(sys.modules["torch.nn.functional"])["cross_entropy"].__module__.startswith("liger_kernel."):
+    functional = vars(sys.modules["torch.nn.functional"])["cross_entropy"]
+    if str(getattr(functional, "__module__", "")).startswith("liger_kernel."):
         return True
     classes = [type(model)] if model is not None else _classes(function.removeprefix(PREFIX))
     return not classes or any(NAME in _names(code) for cls in classes for code in _codes(cls))
@@ -33,7 +34,7 @@ def _classes(kind: str) -> list[type]:
     module = sys.modules.get(f"transformers.models.{kind}.modeling_{kind}")
     return [
         value
-        for name, value in vars(module or object()).items()
+        for name, value in ({} if module is None else vars(module)).items()
         if name.endswith(WITH_A_LOSS) and isinstance(value, type)
     ]
 
@@ -41,7 +42,8 @@ def _classes(kind: str) -> list[type]:
 def _codes(cls: type) -> Iterator[CodeType]:
     """The code of every method of a class, and of every function beside it in a modeling module."""
     for base in cls.__mro__:
-        beside = vars(sys.modules[base.__module__]) if base.__module__.startswith("transformers.models.") else {}
+        module = sys.modules.get(base.__module__) if base.__module__.startswith("transformers.models.") else None
+        beside = {} if module is None else vars(module)
         for value in (*vars(base).values(), *beside.values()):
             function = inspect.unwrap(value) if isinstance(value, FunctionType) else None
             if isinstance(function, FunctionType):

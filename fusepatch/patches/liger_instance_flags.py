@@ -71,7 +71,7 @@ class _Application:
         self.taken: set[str] = set()
         self.first_takes: frozenset[str] = frozenset()
 
-    def enter(self, name: str, takes: Mapping[str, bool]) -> None:
+    def enter(self, name: str, takes: Mapping[str, bool | None]) -> None:
         if not self.leaves:
             self.first_takes = frozenset(takes)
         self.leaves.append(name)
@@ -152,8 +152,7 @@ def apply_to_model(proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
     flags = _flags_in(bound.arguments, signature)
     if outer is None:
         ledger.count_call(ID)
-        passed = Passed(flags, calling_module())
-    elif not outer.leaves:
+    if outer is not None and not outer.leaves:
         passed = Passed(flags, outer.passed.caller, outer.passed.automatic)
     else:
         passed = Passed(flags, calling_module())
@@ -171,16 +170,12 @@ def apply_to_model(proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
     finally:
         _application.reset(token)
     became = {flag: bool(bound.arguments.get(flag, default)) for flag, default in defaults.items()}
-    first = outer is None or application.leaves[0] == name
-    lost = (
-        first and bool(became.get(CROSS_ENTROPY)) and not liger_cross_entropy.acts(bound.arguments.get("model"), name)
-    )
-    _record(
-        name,
-        merge.replaced,
-        without={*(f for f, v in merge.values.items() if became[f] != v), *([CROSS_ENTROPY] * lost)},
-    )
-    _note_fused_loss(bound.arguments.get("model"), became, merge, passed)
+    model = bound.arguments.get("model")
+    first = application.leaves[0] == name
+    lost = first and bool(became.get(CROSS_ENTROPY)) and not liger_cross_entropy.acts(model, name)
+    taken_back = {flag for flag, value in merge.values.items() if became[flag] != value}
+    _record(name, merge.replaced, without=taken_back | ({CROSS_ENTROPY} if lost else set()))
+    _note_fused_loss(model, became, merge, passed)
     if first:
         _report_not_taken(application)
     if lost:
@@ -189,7 +184,7 @@ def apply_to_model(proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
 
 
 def merge_flags(
-    defaults: Mapping[str, bool],
+    defaults: Mapping[str, bool | None],
     passed: Passed,
     environment: Mapping[str, bool],
     user_flags: frozenset[str] = frozenset(),
@@ -213,8 +208,8 @@ def merge_flags(
     refused: list[str] = []
     by_user = user_flags | (frozenset(passed.flags) if passed.by_user else frozenset())
 
-    def without(flag: str) -> bool:
-        return flag not in passed.nones and defaults[flag]
+    def without(flag: str) -> bool | None:
+        return False if flag in passed.nones else defaults[flag]
 
     def set_flag(flag: str, value: bool, source: str) -> None:
         before = passed.flags.get(flag)
@@ -256,7 +251,7 @@ def merge_flags(
     return Merge(values, tuple(replaced), tuple(refused))
 
 
-def _call(proceed: Proceed, bound: inspect.BoundArguments, merge: Merge, defaults: Mapping[str, bool]) -> Any:
+def _call(proceed: Proceed, bound: inspect.BoundArguments, merge: Merge, defaults: Mapping[str, bool | None]) -> Any:
     """Call upstream; a kernel that the environment asked for and upstream refuses is taken back and reported.
 
     Upstream's functions may be called again: they assign the same classes and forwards each time.
@@ -284,10 +279,10 @@ def _flags_in(arguments: Mapping[str, Any], signature: inspect.Signature) -> dic
     return {name: value for name, value in arguments.items() if name in flags and value is not None}
 
 
-def _defaults(signature: inspect.Signature, known: frozenset[str] = frozenset()) -> dict[str, bool]:
-    """The flags of a function, with their defaults: parameters whose default is a bool, or that are `known` flags."""
+def _defaults(signature: inspect.Signature, known: frozenset[str] = frozenset()) -> dict[str, bool | None]:
+    """The flags of a function, with their defaults: parameters whose default is a bool, or that are `known` flags (None)."""
     return {
-        name: parameter.default is not parameter.empty and bool(parameter.default)
+        name: parameter.default if isinstance(parameter.default, bool) else None
         for name, parameter in signature.parameters.items()
         if isinstance(parameter.default, bool) or name in known
     }
@@ -450,6 +445,9 @@ PATCH = Patch(
         "every flag in the environment reaches the function of the model, over what a framework hard-codes",
         "FUSEPATCH_LIGER_CROSS_ENTROPY=1 implies fused_linear_cross_entropy=False, which Liger would otherwise stop at",
         "a flag that the model's function does not take, and a kernel that Liger refuses, are reported instead of dropped or raised",
+        "a cross_entropy=True that the model's loss does not go through (mistral, ministral, gemma3 and others with newer releases of "
+        "transformers) is reported, and not recorded as on",
+        "a function that the user has registered in MODEL_TYPE_TO_APPLY_LIGER_FN gets the same flags, by its own parameters",
     ),
     limits=(
         "Liger replaces rope, RMSNorm and MLP in the modeling module for the whole process, and with cross_entropy=True "
@@ -457,6 +455,7 @@ PATCH = Patch(
         "a framework's fused_linear_cross_entropy=False is never raised, whatever the environment says",
         "a flag that a user's configuration passes for a vision-language model reaches Liger's nested text function only where "
         "Liger passes it on; a variable reaches it always",
+        "a registered function that somebody takes out of the dictionary and calls is the user's own call, and is left alone",
     ),
     sites=(
         Site(
