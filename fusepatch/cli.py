@@ -372,7 +372,7 @@ def _env(options: argparse.Namespace) -> Answer:
     problems = {name: problem for name in names if (problem := _problem({name: os.environ[name]}))}
     blocks = []
     for variable in settings.TABLE:
-        own = [name for name in names if settings.find(name) is variable]
+        own = [name for name in names if settings.find(name) is variable and not settings.is_unknown(name)]
         block = [variable.shown_name]
         for number, text in enumerate(_values(variable, own, problems)):
             block.append(terminal.labelled("value" if number == 0 else "", text, columns))
@@ -383,7 +383,7 @@ def _env(options: argparse.Namespace) -> Answer:
         ):
             block.append(terminal.labelled(label, text.replace("`", ""), columns))
         blocks.append("\n".join(block))
-    blocks += [terminal.wrap(settings.unknown_name(name), columns) for name in names if settings.find(name) is None]
+    blocks += [terminal.wrap(settings.unknown_name(name), columns) for name in names if settings.is_unknown(name)]
     together = [] if problems else [_problem(os.environ)]
     wrong = tuple(problem for problem in (*problems.values(), *together) if problem)
     return Answer("\n\n".join(blocks) + "\n\n", USAGE if wrong else 0, wrong)

@@ -70,9 +70,21 @@ def _kept_switch(text: str) -> bool | None:
 
 
 def _positive(text: str) -> float:
-    value = float(text)
+    if not text.isascii() or "_" in text:  # float() takes digits of any script, and 1_0 for 10
+        raise ValueError
+    try:
+        value = float(text)
+    except ValueError:
+        raise ValueError from None  # Python's own message repeats the value
     if not 0 < value < float("inf"):
         raise ValueError
+    return value
+
+
+def _mebibytes(text: str) -> float:
+    value = _positive(text)
+    if value > 1 << 40:
+        raise ValueError("that is more than any memory")
     return value
 
 
@@ -94,10 +106,45 @@ def _class_path(text: str) -> str | None:
 def _json_object(text: str) -> Mapping[str, Any]:
     import json  # here, since every training script imports this module
 
-    value = json.loads(text)
+    try:
+        text.encode()
+        value = json.loads(
+            text, object_pairs_hook=_without_doubles, parse_constant=_no_number, parse_float=_finite, parse_int=_integer
+        )
+    except UnicodeEncodeError:  # os.environ stands for bytes that it cannot decode by lone surrogates
+        raise ValueError("it is not UTF-8") from None
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
     if not isinstance(value, dict):
         raise ValueError(f"it is a JSON {_JSON_NAMES.get(type(value), 'number')}")
     return MappingProxyType(value)
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        double = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"it has {_shown(double)} more than once")
+    return values
+
+
+def _no_number(text: str) -> None:
+    raise ValueError(f"{text} is not JSON")
+
+
+def _integer(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:  # Python's limit, whose message is about Python
+        raise ValueError(f"it has an integer of {len(text)} digits") from None
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if value in (float("inf"), float("-inf")):
+        raise ValueError(f"{_cut(text)} is more than a float can hold")
+    return value
 
 
 _JSON_NAMES: Mapping[type, str] = {list: "array", str: "string", bool: "boolean", type(None): "null"}
@@ -116,7 +163,10 @@ def _preference(text: str) -> str:
 
 
 def _directory(text: str) -> str:
-    return os.path.abspath(os.path.expanduser(text))
+    try:
+        return os.path.abspath(os.path.expanduser(text))
+    except OSError as error:  # a relative path, in a working directory that has been removed
+        raise ValueError(f"the current directory cannot be read: {error.strerror}") from None
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -169,7 +219,7 @@ TABLE: tuple[Variable, ...] = (
         field="liger_flags",
         values="`0`, `1`",
         default="automatic",
-        meaning="One kernel of Liger, by the name that its `apply_liger_kernel_to_<model>` functions give it: ROPE, "
+        meaning="One kernel of Liger, by the name that its `apply_liger_kernel_to_<model>` functions give it, in either case: ROPE, "
         "RMS_NORM, LAYER_NORM, SWIGLU, GEGLU, RELU_SQUARED, CROSS_ENTROPY, FUSED_LINEAR_CROSS_ENTROPY, or any other that "
         "the installed Liger has. Checked at the call. CROSS_ENTROPY=1 implies FUSED_LINEAR_CROSS_ENTROPY=0.",
         read_by="`liger.instance_flags`",
@@ -278,7 +328,7 @@ TABLE: tuple[Variable, ...] = (
         meaning="MiB for the logits of one chunk of tokens; the chunk is the largest multiple of 128 tokens within it, and at "
         "least 128.",
         read_by="`liger.grpo_loss`",
-        parse=_positive,
+        parse=_mebibytes,
     ),
 )
 
@@ -305,20 +355,27 @@ def read(environ: Mapping[str, str]) -> Settings:
     """
     values: dict[str, Any] = {"liger_flags": {}, "set_by_user": {}}
     unknown = []
+    spelled: dict[tuple[str, str], str] = {}
     for name in sorted(environ):
         text = environ[name].strip()
         if not text or (name != "FUSEPATCH" and not name.startswith("FUSEPATCH_")):
             continue
         variable = find(name)
-        if variable is None:
+        if variable is None or is_unknown(name):
             unknown.append(name)
             continue
         value = _parse(variable, name, text)
-        values["set_by_user"][name] = text
         if variable.is_family:
-            values[variable.field][name.removeprefix(variable.name).lower()] = value
+            member = name.removeprefix(variable.name).lower()
+            other = spelled.setdefault((variable.name, member), name)
+            if value != values[variable.field].setdefault(member, value):
+                raise SettingError(
+                    f"{other}={_cut(values['set_by_user'][other])} and {name}={_cut(text)} contradict each other: upper and "
+                    f"lower case name the same flag. Nothing was patched; unset one of them."
+                )
         else:
             values[variable.field] = value
+        values["set_by_user"][name] = text
     settings = Settings(**values, unknown=tuple(unknown))
     _check(settings)
     return settings
@@ -332,13 +389,19 @@ def find(name: str) -> Variable | None:
     return None
 
 
+def is_unknown(name: str) -> bool:
+    """Whether a variable of that name means nothing: it is in no row, or a family's prefix with nothing behind it."""
+    variable = find(name)
+    return variable is None or (variable.is_family and name == variable.name)
+
+
 def unknown_name(name: str) -> str:
     """What to tell the user who has set `name`, which is in no row of the table."""
     import difflib
 
     nearest = difflib.get_close_matches(name, [variable.shown_name for variable in TABLE], n=1)
     hint = f"the nearest known one is {nearest[0]}" if nearest else "`python -m fusepatch env` lists the known ones"
-    return f"the variable {name} is set but means nothing to fusepatch, so it changes nothing; {hint}"
+    return f"the variable {_printable(name)} is set but means nothing to fusepatch, so it changes nothing; {hint}"
 
 
 def _parse(variable: Variable, name: str, text: str) -> Any:
@@ -347,9 +410,26 @@ def _parse(variable: Variable, name: str, text: str) -> Any:
     except ValueError as error:
         detail = f" ({error})" if str(error) else ""
         raise SettingError(
-            f"{name}={text!r} cannot be read{detail}: accepted is {variable.values.replace('`', '')}. "
+            f"{_printable(name)}={_shown(text)} cannot be read{detail}: accepted is {variable.values.replace('`', '')}. "
             f"Nothing was patched; correct the value or unset the variable."
         ) from None
+
+
+LONGEST_SHOWN = 200
+"""Characters of a value that a message shows."""
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}... ({len(text)} characters)"
+
+
+def _shown(text: str) -> str:
+    """The value quoted, what cannot be printed escaped, and cut where it is long."""
+    return repr(text) if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]!r}... ({len(text)} characters)"
+
+
+def _printable(name: str) -> str:
+    return _cut(name if name.isprintable() else ascii(name)[1:-1])
 
 
 def _check(settings: Settings) -> None:
@@ -378,6 +458,6 @@ def _check(settings: Settings) -> None:
         if asked not in (None, "auto", "keep") and settings.optimizer_kwargs.get(flag, asked) != asked:
             variable = f"FUSEPATCH_OPTIMIZER_{flag.upper()}"
             raise SettingError(
-                f"{variable}={settings.set_by_user[variable]} and {flag!r} in FUSEPATCH_OPTIMIZER_KWARGS contradict each other. "
+                f"{variable}={_cut(settings.set_by_user[variable])} and {flag!r} in FUSEPATCH_OPTIMIZER_KWARGS contradict each other. "
                 f"Nothing was patched; keep one of them."
             )

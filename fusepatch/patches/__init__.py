@@ -6,6 +6,7 @@ from fusepatch.engine.patch import Patch
 from fusepatch.patches import (
     liger_grpo_loss,
     liger_instance_flags,
+    liger_sft_loss,
     optimizer_class,
     optimizer_flags,
     optimizer_in_backward,
@@ -14,6 +15,7 @@ from fusepatch.patches import (
 
 PATCHES: tuple[Patch, ...] = (
     liger_instance_flags.PATCH,
+    liger_sft_loss.PATCH,
     optimizer_class.PATCH,
     optimizer_flags.PATCH,
     optimizer_in_backward.PATCH,

@@ -3,23 +3,26 @@
 The environment is merged once, in the leaf functions (`apply_liger_kernel_to_<model>`), which every way into Liger
 passes: the two dispatchers, the dictionary `MODEL_TYPE_TO_APPLY_LIGER_FN` that axolotl reads, direct calls as in
 LLaMA-Factory, and the calls between Liger's own functions for vision-language models. The dispatchers only add the rule of the
-framework that called.
+framework that called, and merge for a function that the user has registered in that dictionary.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from fusepatch import settings
-from fusepatch.engine import ledger
+from fusepatch.engine import install, ledger
 from fusepatch.engine.callers import calling_module, is_below
 from fusepatch.engine.patch import Contract, Patch, Proceed, Site, Slot
 from fusepatch.errors import FlagConflictError
+from fusepatch.patches import liger_cross_entropy, liger_sft_loss
+from fusepatch.patches.liger_sft_loss import LeftWithout
 from fusepatch.patches.upstreams import LIGER
 
 ID = "liger.instance_flags"
@@ -66,6 +69,13 @@ class _Application:
         self.user_flags = frozenset(passed.flags) if passed.by_user else frozenset()
         self.leaves: list[str] = []
         self.taken: set[str] = set()
+        self.first_takes: frozenset[str] = frozenset()
+
+    def enter(self, name: str, takes: Mapping[str, bool | None]) -> None:
+        if not self.leaves:
+            self.first_takes = frozenset(takes)
+        self.leaves.append(name)
+        self.taken.update(takes)
 
 
 _application: ContextVar[_Application | None] = ContextVar("fusepatch_liger_application", default=None)
@@ -85,17 +95,49 @@ def dispatch(proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
     known = _all_flags()
     flags = {name: value for name, value in passed.items() if name in known}
     application = _Application(Passed(flags, caller, automatic))
+    function = _function_for(args, kwargs)
+    registered = None if function is None or _is_wrapped(function) else _merge_registered(function, application)
+    if registered is not None:
+        kwargs.update(registered.values)
     token = _application.set(application)
     try:
         ledger.count_call(ID)
         result = proceed(*args, **kwargs)
     finally:
         _application.reset(token)
-    if not application.leaves:
+    if registered is not None:
+        _record(application.leaves[0], registered.replaced)
+        _report_not_taken(application)
+    if function is None:
         _nothing_applied(args, kwargs)
     else:
         _report_dropped(application)
     return result
+
+
+def _merge_registered(function: Callable[..., Any], application: _Application) -> Merge | None:
+    """Merge the environment's flags for a function that somebody has registered in Liger's dictionary.
+
+    None where its parameters cannot be read, at which Liger's dispatcher raises.
+    """
+    try:
+        defaults = _defaults(inspect.signature(function), _all_flags())
+    except (TypeError, ValueError):
+        return None
+    bound = function.keywords if isinstance(function, functools.partial) else {}
+    own = {flag: bool(value) for flag, value in bound.items() if flag in defaults}
+    passed = application.passed._replace(flags={**own, **application.passed.flags})
+    merge = merge_flags(
+        defaults,
+        passed,
+        settings.current().liger_flags,
+        application.user_flags | (own.keys() - application.passed.flags),
+    )
+    name = _described(function)
+    application.enter(name, defaults)
+    for text in merge.refused:
+        ledger.refused(ID, f"{name}: {text}")
+    return merge
 
 
 def apply_to_model(proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
@@ -110,19 +152,15 @@ def apply_to_model(proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
     flags = _flags_in(bound.arguments, signature)
     if outer is None:
         ledger.count_call(ID)
-        passed = Passed(flags, calling_module())
-    elif not outer.leaves:
+    if outer is not None and not outer.leaves:
         passed = Passed(flags, outer.passed.caller, outer.passed.automatic)
     else:
-        passed = Passed(flags, MODULE)
+        passed = Passed(flags, calling_module())
     defaults = _defaults(signature)
     passed = passed._replace(nones=frozenset(f for f in defaults if bound.arguments.get(f, 0) is None))
     application = outer or _Application(passed)
     merge = merge_flags(defaults, passed, settings.current().liger_flags, application.user_flags)
-    application.leaves.append(name)
-    application.taken.update(defaults)
-    for text in merge.replaced:
-        ledger.replaced(ID, f"{name}: {text}")
+    application.enter(name, defaults)
     for text in merge.refused:
         ledger.refused(ID, f"{name}: {text}")
     bound.arguments.update(merge.values)
@@ -131,13 +169,22 @@ def apply_to_model(proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
         result = _call(proceed, bound, merge, defaults)
     finally:
         _application.reset(token)
-    if outer is None or outer.leaves[0] == name:
+    became = {flag: bool(bound.arguments.get(flag, default)) for flag, default in defaults.items()}
+    model = bound.arguments.get("model")
+    first = application.leaves[0] == name
+    lost = first and bool(became.get(CROSS_ENTROPY)) and not liger_cross_entropy.acts(model, name)
+    taken_back = {flag for flag, value in merge.values.items() if became[flag] != value}
+    _record(name, merge.replaced, without=taken_back | ({CROSS_ENTROPY} if lost else set()))
+    _note_fused_loss(model, became, merge, passed)
+    if first:
         _report_not_taken(application)
+    if lost:
+        _report_lost_cross_entropy(name, passed)
     return result
 
 
 def merge_flags(
-    defaults: Mapping[str, bool],
+    defaults: Mapping[str, bool | None],
     passed: Passed,
     environment: Mapping[str, bool],
     user_flags: frozenset[str] = frozenset(),
@@ -161,8 +208,8 @@ def merge_flags(
     refused: list[str] = []
     by_user = user_flags | (frozenset(passed.flags) if passed.by_user else frozenset())
 
-    def without(flag: str) -> bool:
-        return flag not in passed.nones and defaults[flag]
+    def without(flag: str) -> bool | None:
+        return False if flag in passed.nones else defaults[flag]
 
     def set_flag(flag: str, value: bool, source: str) -> None:
         before = passed.flags.get(flag)
@@ -204,7 +251,7 @@ def merge_flags(
     return Merge(values, tuple(replaced), tuple(refused))
 
 
-def _call(proceed: Proceed, bound: inspect.BoundArguments, merge: Merge, defaults: Mapping[str, bool]) -> Any:
+def _call(proceed: Proceed, bound: inspect.BoundArguments, merge: Merge, defaults: Mapping[str, bool | None]) -> Any:
     """Call upstream; a kernel that the environment asked for and upstream refuses is taken back and reported.
 
     Upstream's functions may be called again: they assign the same classes and forwards each time.
@@ -232,18 +279,49 @@ def _flags_in(arguments: Mapping[str, Any], signature: inspect.Signature) -> dic
     return {name: value for name, value in arguments.items() if name in flags and value is not None}
 
 
-def _defaults(signature: inspect.Signature) -> dict[str, bool]:
+def _defaults(signature: inspect.Signature, known: frozenset[str] = frozenset()) -> dict[str, bool | None]:
+    """The flags of a function, with their defaults: parameters whose default is a bool, or that are `known` flags (None)."""
     return {
-        name: parameter.default
+        name: parameter.default if isinstance(parameter.default, bool) else None
         for name, parameter in signature.parameters.items()
-        if isinstance(parameter.default, bool)
+        if isinstance(parameter.default, bool) or name in known
     }
 
 
 def _all_flags() -> frozenset[str]:
-    """Every flag that some function of the installed Liger takes."""
-    functions = set(vars(sys.modules[MODULE])["MODEL_TYPE_TO_APPLY_LIGER_FN"].values())
-    return frozenset(flag for function in functions for flag in _defaults(inspect.signature(function)))
+    """Every flag that some function of the installed Liger takes, or one that the user has registered there."""
+    flags: set[str] = set()
+    for function in vars(sys.modules[MODULE])["MODEL_TYPE_TO_APPLY_LIGER_FN"].values():
+        try:
+            flags.update(_defaults(inspect.signature(function)))
+        except (TypeError, ValueError):
+            continue
+    return frozenset(flags)
+
+
+def _model_type(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    subject = args[0] if args else kwargs.get("model", kwargs.get("model_type"))
+    return subject if isinstance(subject, str) else getattr(getattr(subject, "config", None), "model_type", None)
+
+
+def _function_for(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
+    """What Liger's dispatchers will call; None where they have nothing for the model."""
+    function: Callable[..., Any] | None = vars(sys.modules[MODULE])["MODEL_TYPE_TO_APPLY_LIGER_FN"].get(
+        _model_type(args, kwargs)
+    )
+    return function
+
+
+def _is_wrapped(function: Callable[..., Any]) -> bool:
+    """Whether it is one of Liger's own with this patch's wrapper, which merges at the call."""
+    return getattr(function, "__globals__", {}).get("__name__") == install.__name__
+
+
+def _described(function: Callable[..., Any]) -> str:
+    if isinstance(function, functools.partial):
+        return f"functools.partial of {_described(function.func)}"
+    name = getattr(function, "__qualname__", None)
+    return f"{function.__module__}.{name}" if name else f"a {type(function).__module__}.{type(function).__qualname__}"
 
 
 def _variable(flag: str) -> str:
@@ -275,12 +353,52 @@ def _report_not_taken(application: _Application) -> None:
             )
 
 
+def _record(name: str, replaced: tuple[str, ...], without: Collection[str] = ()) -> None:
+    """Record what was replaced, `without` the flags whose value did not hold."""
+    for text in replaced:
+        if text.partition(":")[0] not in without:
+            ledger.replaced(ID, f"{name}: {text}")
+
+
+def _note_fused_loss(model: Any, became: Mapping[str, bool], merge: Merge, passed: Passed) -> None:
+    """Keep for TRL's SFTTrainer, which asks it by argument, whether the model has Liger's fused linear cross-entropy."""
+    if model is None or FUSED_LINEAR_CROSS_ENTROPY not in became:
+        return
+    if became[FUSED_LINEAR_CROSS_ENTROPY]:
+        liger_sft_loss.note(model, None)
+        return
+    environment = settings.current().liger_flags
+    if environment.get(FUSED_LINEAR_CROSS_ENTROPY) is False:
+        left = LeftWithout(f"{_variable(FUSED_LINEAR_CROSS_ENTROPY)}=0", asked=True)
+    elif merge.values.get(FUSED_LINEAR_CROSS_ENTROPY) is False:
+        left = LeftWithout(f"{_variable(CROSS_ENTROPY)}=1 implies it", asked=True)
+    elif FUSED_LINEAR_CROSS_ENTROPY in passed.flags:
+        left = LeftWithout(f"{FUSED_LINEAR_CROSS_ENTROPY}=False from {passed.caller}", asked=False)
+    else:
+        left = LeftWithout("Liger's default for this model", asked=False)
+    liger_sft_loss.note(model, left)
+
+
+def _report_lost_cross_entropy(name: str, passed: Passed) -> None:
+    by_variable = settings.current().liger_flags.get(CROSS_ENTROPY)
+    by_user = passed.by_user and bool(passed.flags.get(CROSS_ENTROPY))
+    asked = f"{_variable(CROSS_ENTROPY)}=1" if by_variable else f"{CROSS_ENTROPY}=True"
+    text = (
+        f"{name}: {asked} has no effect: Liger replaces the name CrossEntropyLoss for this model, which the model of the "
+        f"installed transformers does not use; torch computes the loss, and {FUSED_LINEAR_CROSS_ENTROPY} is off too, so "
+        f"neither of Liger's two losses is on"
+    )
+    if by_variable or by_user:
+        ledger.refused(ID, f"{text}; unset it, or ask for {FUSED_LINEAR_CROSS_ENTROPY} instead")
+    else:
+        ledger.fallback(ID, text)
+
+
 def _report_dropped(application: _Application) -> None:
     """Name the flags that the caller passed and that Liger dropped on the way, or did not pass on to nested models."""
     first, *nested = application.leaves
     for flag, value in application.passed.flags.items():
-        takes_it = flag in _defaults(inspect.signature(vars(sys.modules[MODULE])[first]))
-        if takes_it:
+        if flag in application.first_takes:
             continue
         if flag in application.taken:
             what = (
@@ -295,9 +413,7 @@ def _report_dropped(application: _Application) -> None:
 
 
 def _nothing_applied(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    subject = args[0] if args else kwargs.get("model", kwargs.get("model_type"))
-    model_type = subject if isinstance(subject, str) else getattr(getattr(subject, "config", None), "model_type", None)
-    text = f"nothing was applied: Liger has no kernels for model type {model_type!r}"
+    text = f"nothing was applied: Liger has no kernels for model type {_model_type(args, kwargs)!r}"
     asked = settings.current().liger_flags
     if asked:
         wanted = ", ".join(f"{_variable(flag)}={int(value)}" for flag, value in asked.items())
@@ -329,6 +445,9 @@ PATCH = Patch(
         "every flag in the environment reaches the function of the model, over what a framework hard-codes",
         "FUSEPATCH_LIGER_CROSS_ENTROPY=1 implies fused_linear_cross_entropy=False, which Liger would otherwise stop at",
         "a flag that the model's function does not take, and a kernel that Liger refuses, are reported instead of dropped or raised",
+        "a cross_entropy=True that the model's loss does not go through (mistral, ministral, gemma3 and others with newer releases of "
+        "transformers) is reported, and not recorded as on",
+        "a function that the user has registered in MODEL_TYPE_TO_APPLY_LIGER_FN gets the same flags, by its own parameters",
     ),
     limits=(
         "Liger replaces rope, RMSNorm and MLP in the modeling module for the whole process, and with cross_entropy=True "
@@ -336,6 +455,7 @@ PATCH = Patch(
         "a framework's fused_linear_cross_entropy=False is never raised, whatever the environment says",
         "a flag that a user's configuration passes for a vision-language model reaches Liger's nested text function only where "
         "Liger passes it on; a variable reaches it always",
+        "a registered function that somebody takes out of the dictionary and calls is the user's own call, and is left alone",
     ),
     sites=(
         Site(
