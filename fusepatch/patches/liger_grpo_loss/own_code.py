@@ -215,4 +215,7 @@ def _names(code: CodeType) -> frozenset[str]:
 
 def _described(thing: Any) -> str:
     thing = thing if hasattr(thing, "__qualname__") else type(thing)
-    return f"{thing.__module__}.{thing.__qualname__}"
+    name = f"{thing.__module__}.{thing.__qualname__}"
+    code = getattr(thing, "__code__", None)
+    # A wrapper has the name of what it wraps.
+    return name if code is None else f"{name} of {code.co_filename}:{code.co_firstlineno}"
