@@ -480,7 +480,7 @@ class PatchLike(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        return (*scale_gradients(ctx.saved_tensors, grad_outputs[0]), None, None)
+        return (*scale_gradients(ctx.saved_tensors, grad_outputs[0], shared=False), None, None)
 
 
 def leaves() -> list[torch.Tensor]:
@@ -507,9 +507,9 @@ def test_backward_is_in_place_where_the_graph_is_freed(monkeypatch: pytest.Monke
     saved: list[torch.Tensor] = []
     original = driver.scale_gradients
 
-    def watched(gradients: Any, grad_output: torch.Tensor) -> Any:
+    def watched(gradients: Any, grad_output: torch.Tensor, *, shared: bool) -> Any:
         saved.extend(gradients)
-        result = original(gradients, grad_output)
+        result = original(gradients, grad_output, shared=shared)
         assert [a.data_ptr() for a in result] == [a.data_ptr() for a in gradients]
         return result
 
