@@ -6,7 +6,7 @@ import kernel_layouts
 import pytest
 import torch
 from cases import ALL, FROZEN, NOTHING, Setting, assert_equal, error, log_probabilities_like, make_batch, reference, run
-from test_steps import MAPS, exact, make
+from test_steps import MAPS, check_infinite_logit, exact, make
 
 from fusepatch.loss import LogitMap, Wanted, choose_backend, kernels
 from fusepatch.loss.chunks import logit_buffer
@@ -154,6 +154,13 @@ def test_launchers_refuse_what_a_kernel_would_misread(said: str) -> None:
 @pytest.mark.parametrize("case", kernel_layouts.WHOLE, ids=str)
 def test_driver_takes_any_layout(case: kernel_layouts.Whole) -> None:
     kernel_layouts.check_whole(case, "cpu")
+
+
+@pytest.mark.parametrize("column", [0, 3])
+def test_an_infinite_logit_makes_its_row_nan(column: int, block: int) -> None:
+    logits = torch.randn(2, 8)
+    logits[0, column] = float("inf")
+    check_infinite_logit(kernels, logits)
 
 
 def test_every_launch_is_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
