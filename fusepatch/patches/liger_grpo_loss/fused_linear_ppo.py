@@ -52,6 +52,22 @@ HEAD_PARAMETERS = frozenset(
 )
 """Parameters of upstream's forward that do not go to `ppo_loss_fn` under their own name; every other one does."""
 
+TENSORS = (
+    "_input",
+    "weight",
+    "bias",
+    "selected_token_ids",
+    "attention_mask",
+    "advantages",
+    "old_per_token_logps",
+    "ref_per_token_logps",
+    "ref_input",
+    "ref_weight",
+    "ref_bias",
+    "vllm_is_ratio",
+)
+"""Parameters of upstream's forward that are tensors, or None."""
+
 KNOWN_PARAMETERS = HEAD_PARAMETERS | {
     "epsilon_low",
     "epsilon_high",
@@ -154,7 +170,7 @@ def backward(proceed: Proceed, ctx: Any, grad_output: Any, *grad_metrics: Any) -
     from fusepatch.loss import scale_gradients
 
     saved = [None if gradient is None or _is_placeholder(gradient) else gradient for gradient in ctx.saved_tensors]
-    scaled = scale_gradients(saved, grad_output)
+    scaled = scale_gradients(saved, grad_output, shared=getattr(ctx, "fusepatch_shared", True))
     hidden, weight, bias = sharded.shard_gradients(ctx, scaled)
     rest = _backward_length(proceed.target.original) - 6
     return (hidden, weight, None, None, None, bias, *[None] * rest)
@@ -174,15 +190,25 @@ def _finished(call: _Call, result: PolicyLoss) -> tuple[torch.Tensor, tuple[torc
 
 
 def _save(call: _Call, gradients: Gradients) -> None:
-    made = (gradients.hidden, gradients.weight, gradients.bias)
-    if all(gradient is None for gradient in made):
+    from fusepatch.loss import saved_tensors_are_shared
+
+    if not _has_backward(call):
         return
     # Upstream's backward up to 0.8.3 multiplies the first two whatever they are. With something to multiply in their
-    # place, a graph that was built here outlives the patch.
+    # place, a graph that was built here outlives the patch. Backward runs, too, where only another input asks for a gradient.
     placeholder = call.get("_input").new_empty(0)
-    made = (None if made[0] is None else made[0].to(placeholder.dtype), *made[1:])
+    grad_hidden = None if gradients.hidden is None else gradients.hidden.to(placeholder.dtype)
+    made = (grad_hidden, gradients.weight, gradients.bias)
     hidden, weight, bias = (placeholder if gradient is None else gradient for gradient in made)
+    call.ctx.fusepatch_shared = saved_tensors_are_shared()
     call.ctx.save_for_backward(hidden, weight, bias if call.get("bias") is not None else None)
+
+
+def _has_backward(call: _Call) -> bool:
+    """Whether autograd will run backward for this call: `needs_input_grad` is the same with and without grad mode, but a
+    node that nothing will run has no next functions.
+    """
+    return len(call.ctx.next_functions) > 0
 
 
 def _is_placeholder(gradient: torch.Tensor) -> bool:
@@ -219,7 +245,7 @@ def _compute(call: _Call) -> PolicyLoss:
             bias=bias,
             old_log_probabilities=call.get("old_per_token_logps"),
             reference_log_probabilities=reference,
-            reference_head=_reference_head(call) if reference is None else None,
+            reference_head=_reference_head(call),
             sampling_ratio=ratio,
             logit_map=_logit_map(call),
             prefer=read.grpo_prefer,
@@ -245,9 +271,9 @@ def _hooks_of_others_off() -> contextlib.AbstractContextManager[Any]:
     """
     import torch
 
-    # Private to torch; where it is absent, assume that there are hooks.
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    if top is not None and top(False) is None:
+    from fusepatch.loss import saved_tensors_are_shared
+
+    if not saved_tensors_are_shared():
         return contextlib.nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(_same, _same)
 
@@ -257,12 +283,9 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_wanted(call: _Call, name: str, index: int) -> bool:
-    """Whether autograd will ask for the gradient of an argument.
-
-    `needs_input_grad` is the same with and without grad mode; a node that nothing will run has no next functions.
-    """
+    """Whether autograd will ask for the gradient of an argument."""
     tensor = call.get(name)
-    if tensor is None or len(call.ctx.next_functions) == 0:
+    if tensor is None or not _has_backward(call):
         return False
     needed = call.ctx.needs_input_grad
     return bool(tensor.requires_grad or (index < len(needed) and needed[index]))
@@ -271,7 +294,7 @@ def _is_wanted(call: _Call, name: str, index: int) -> bool:
 def _reference_head(call: _Call) -> ReferenceHead | None:
     from fusepatch.loss import ReferenceHead
 
-    if not call.reference_is_used or call.get("beta") == 0.0:
+    if not _reference_is_computed(call) or call.get("beta") == 0.0:
         return None
     weight, bias = sharded.gather_reference(call.get("ref_weight"), call.get("ref_bias"))
     return ReferenceHead(call.get("ref_input"), weight, bias)
@@ -404,14 +427,29 @@ def _unsupported(call: _Call) -> _Obstacle | None:
         return _Obstacle(f"{call.cls.__name__}.ppo_loss_fn takes other arguments than the known ones")
     if not isinstance(call.get("temperature", 1.0), int | float) or not call.get("temperature", 1.0) > 0:
         return _Obstacle("the temperature is not a positive number")
-    if sharded.is_sharded(hidden):
-        return _Obstacle("the hidden states are a DTensor")
-    problem = sharded.why_not_gathered(call.get("weight"), call.get("bias"))
+    gathered = ("weight", "bias", "ref_weight", "ref_bias")
+    for name in TENSORS:
+        tensor = call.get(name)
+        if tensor is not None and name not in gathered and sharded.is_sharded(tensor):
+            return _Obstacle(f"{name} is a DTensor")
+    problem = sharded.why_not_gathered(*map(call.get, gathered))
     return None if problem is None else _Obstacle(problem)
 
 
 def _refused_by_upstream(call: _Call) -> _Obstacle | None:
-    """Arguments that upstream asserts about or warns of, in words of its own that differ between releases."""
+    """Arguments that upstream asserts about, warns of or fails on, in words of its own that differ between releases."""
+    import torch
+
+    targets = call.get("selected_token_ids")
+    # Up to 0.7, they go to gather.
+    if targets.dtype != torch.int64 and (targets.dtype != torch.int32 or call.old_api):
+        return _Obstacle(f"selected_token_ids are {targets.dtype}")
+    for name in ("_input", "weight"):
+        if call.get(name).dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+            return _Obstacle(f"{name} is {call.get(name).dtype}")
+    chunk_size = call.get("chunk_size", 1)
+    if not isinstance(chunk_size, int) or chunk_size < 1:
+        return _Obstacle(f"chunk_size={chunk_size!r} is not a positive integer")
     if call.reference_is_used:
         given = [name for name in ("ref_per_token_logps", "ref_input") if call.get(name) is not None]
         if len(given) != 1:
@@ -423,6 +461,9 @@ def _refused_by_upstream(call: _Call) -> _Obstacle | None:
 
 
 def _misshapen(call: _Call) -> _Obstacle | None:
+    """A tensor whose shape or device is not the plain one. Upstream refuses most of these, and gives some a meaning that
+    depends on its release and on its chunks (a bias that is longer than the vocabulary, or one number for all of it).
+    """
     hidden, weight = call.get("_input"), call.get("weight")
     if hidden.dim() != 3:
         return _wrong("_input", hidden, "[B, T, H]")
@@ -455,11 +496,35 @@ def _misshapen(call: _Call) -> _Obstacle | None:
     ratio = call.get("vllm_is_ratio")
     if ratio is not None and tuple(ratio.shape) not in ((batch,), (batch, 1), tokens):
         return _Obstacle("vllm_is_ratio has none of the shapes [B], [B, 1], [B, T]")
-    names = ("weight", "bias", "selected_token_ids", "attention_mask", "advantages", "old_per_token_logps")
-    for name in (*names, "vllm_is_ratio"):
+    used = set(TENSORS)
+    if not _reference_is_computed(call):
+        used -= {"ref_input", "ref_weight", "ref_bias"}
+    elif (obstacle := _misshapen_reference(call, tokens)) is not None:
+        return obstacle
+    if not call.reference_is_used:
+        used.discard("ref_per_token_logps")
+    for name in TENSORS:
         tensor = call.get(name)
-        if tensor is not None and tensor.device != hidden.device:
+        if name in used and tensor is not None and tensor.device != hidden.device:
             return _Obstacle(f"{name} is on {tensor.device}, _input on {hidden.device}", mistake=True)
+    return None
+
+
+def _reference_is_computed(call: _Call) -> bool:
+    """Whether upstream makes the reference's log-probabilities from hidden states."""
+    return call.reference_is_used and call.get("ref_per_token_logps") is None
+
+
+def _misshapen_reference(call: _Call, tokens: tuple[int, int]) -> _Obstacle | None:
+    hidden, weight, bias = (call.get(name) for name in ("ref_input", "ref_weight", "ref_bias"))
+    if hidden.dim() != 3 or tuple(hidden.shape[:2]) != tokens:
+        return _wrong("ref_input", hidden, f"{[*tokens]} and the width of ref_weight")
+    if weight is None:
+        return _Obstacle("ref_input is given without ref_weight", mistake=True)
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[2]:
+        return _wrong("ref_weight", weight, f"[V, {hidden.shape[2]}]")
+    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
+        return _wrong("ref_bias", bias, f"[{weight.shape[0]}]")
     return None
 
 
