@@ -69,7 +69,7 @@ class _Managed:
         self.passed: Mapping[str, Passed] = {}
         self.plain_call: Mapping[str, Any] = {}
         self.plain: list[tuple[dict[str, Any], Mapping[str, Any]]] = []
-        self.judged: dict[int, list[int]] = {}
+        self.judged: dict[int, Any] = {}
         self.looking = False
         self.warned = False
 
@@ -346,6 +346,7 @@ def _devices(param_groups: list[dict[str, Any]]) -> set[str]:
 def load_state_dict(proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
     """Handler of `Optimizer.load_state_dict`: a checkpoint's groups bring everything but the flags, which stay the optimizer's
     own."""
+    optimizer: Any
     optimizer, *rest = args or (kwargs.pop("self"),)
     state_dict = rest[0] if rest else kwargs.get("state_dict")
     managed = _managed_by(optimizer)
@@ -394,8 +395,8 @@ def state_dict(proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
 
     A run that resumes without fusepatch, or elsewhere, trains as if the first one had been without it too.
     """
-    optimizer = args[0] if args else kwargs.get("self")
     result = proceed(*args, **kwargs)
+    optimizer: Any = args[0] if args else kwargs.get("self")
     managed = _managed_by(optimizer)
     if managed is not None and isinstance(result, dict):
         with _contained(managed, "its state_dict() holds the flags that it trains with"):
@@ -479,6 +480,9 @@ def init_group(proceed: Proceed, optimizer: Any, group: Any, *args: Any, **kwarg
         _look(optimizer, managed, group, lambda: _before(optimizer, managed, group, ours))
         result = proceed(optimizer, group, *args, **kwargs)
         lists = {name: value for name, value in given.items() if isinstance(value, list)}
+        if ours and not group.get("fused") and _is_traced():
+            # Dynamo has read the group's flag already.
+            raise sys.modules["torch._dynamo.exc"].RestartAnalysis(restart_reason="the optimizer's group is not fused")
         _look(optimizer, managed, group, lambda: _after(optimizer, managed, lists, ours), lists.get("state_steps", []))
         return result
     finally:
@@ -516,20 +520,23 @@ def _before(optimizer: Any, managed: _Managed, group: dict[str, Any], ours: bool
     """Why the parameters are none for a fused kernel, where they are not the ones that were found to be."""
     from fusepatch.optim import capability, layout
 
+    if ours and _is_traced():
+        return "the step is compiled, which fuses it in torch.compile's own way"
     parameters = group["params"]
-    addresses = layout.addresses(parameters)
+    places = layout.places(parameters)
     key = id(parameters[0]) if parameters else 0
-    if managed.judged.get(key) == addresses:
+    if managed.judged.get(key) == places:
         return None
     devices = _devices(optimizer.param_groups)
     verdict = capability.fused(type(optimizer), managed.name, parameters, bool(group.get("differentiable")), devices)
     if not ours:
         return verdict.memory
     reason = verdict.obstacle or verdict.memory or (verdict.caution if _request().fused is not True else None)
-    if reason is None and any(parameter.is_meta and parameter.grad is not None for parameter in parameters):
+    unmade = [parameter for parameter in parameters if parameter.is_meta]
+    if reason is None and any(parameter.grad is not None for parameter in unmade):
         reason = "its parameters are still on the meta device"
-    if reason is None:
-        managed.judged[key] = addresses
+    if reason is None and not unmade:
+        managed.judged[key] = places
     return reason
 
 
@@ -538,27 +545,39 @@ def _after(optimizer: Any, managed: _Managed, lists: Mapping[str, list[Any]], ou
     from fusepatch.optim import layout
 
     parameters, gradients, *_ = lists.values()
-    reason = layout.unlike(parameters, gradients, "gradient")
-    for name, states in [*lists.items()][2:]:
-        missing = sum(state is None for state in states)
-        if reason is not None or name == "state_steps" or missing == len(states):
+    seen = layout.seen(parameters)
+    for name, tensors in [*lists.items()][1:]:
+        if name == "state_steps" or not tensors or (seen is not None and layout.seen(tensors) == seen):
+            continue
+        missing = sum(tensor is None for tensor in tensors)
+        if missing == len(tensors):
             continue
         if missing:
             return (
-                "some of its parameters have a momentum buffer and others, whose first gradient came later, have none"
+                "some of its parameters have a momentum buffer, and others, whose first gradient came later, have none"
             )
-        reason = layout.unlike(parameters, states, "state")
-        if reason is not None and _laid_out(optimizer, parameters, states):
-            ledger.replaced(ID, f"{managed.subject}: {reason}: copied into the parameter's strides")
-            reason = None
+        reason = layout.unlike(parameters, tensors, "gradient" if tensors is gradients else "state")
+        if reason is None:
+            continue
+        if tensors is gradients or not _laid_out(optimizer, parameters, tensors):
+            return reason
+        ledger.replaced(ID, f"{managed.subject}: {reason}: copied into the parameter's strides")
     steps = lists.get("state_steps", [])
-    if reason is None and len({id(step) for step in steps}) != len(steps):
+    if len({id(step) for step in steps}) != len(steps):
         return "several parameters have one `step` between them"
-    if ours and reason is None:
-        for place, (parameter, step) in enumerate(zip(parameters, steps, strict=bool(steps))):
-            if step.device != parameter.device or not step.dtype.is_floating_point or step.element_size() != 4:
-                steps[place] = optimizer.state[parameter]["step"] = step.float().to(parameter.device)
-    return reason
+    if ours and steps:
+        _on_device(optimizer, parameters, steps)
+    return None
+
+
+def _on_device(optimizer: Any, parameters: Sequence[Any], steps: list[Any]) -> None:
+    """Put each `step` where the kernel reads it: Adagrad makes it before its group is fused, and offloading moves it."""
+    import torch
+
+    if {step.dtype for step in steps} == {torch.float32} and {step.is_cpu for step in steps} == {parameters[0].is_cpu}:
+        return
+    for place, (parameter, step) in enumerate(zip(parameters, steps, strict=True)):
+        steps[place] = optimizer.state[parameter]["step"] = step.to(parameter.device, torch.float32)
 
 
 def _laid_out(optimizer: Any, parameters: Sequence[Any], states: list[Any]) -> bool:
@@ -596,16 +615,12 @@ def _fall_back(optimizer: Any, managed: _Managed, group: dict[str, Any], reason:
         )
     else:
         ledger.fallback(ID, f"{text}: not fused: {reason}")
-    _trace_anew()
 
 
-def _trace_anew() -> None:
-    """Have Dynamo begin again where it is tracing the step: it has read the group's flag already."""
+def _is_traced() -> bool:
+    """Whether Dynamo is tracing the step: it calls `_init_group` itself, then traces the rest."""
     guards = sys.modules.get("torch._guards")
-    if guards is not None and guards.TracingContext.try_get() is not None:
-        raise sys.modules["torch._dynamo.exc"].RestartAnalysis(
-            restart_reason="the optimizer's group is not fused after all"
-        )
+    return guards is not None and guards.TracingContext.try_get() is not None
 
 
 PATCH = Patch(
