@@ -87,7 +87,7 @@ def seen(tensors: Sequence[torch.Tensor]) -> tuple[list[Any], ...] | None:
         strides,
         [tensor.numel() for tensor in tensors],
         [tensor.dtype for tensor in tensors],
-        [tensor.get_device() for tensor in tensors],
+        [tensor.device for tensor in tensors],
         placements,
     )
 
