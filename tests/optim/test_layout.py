@@ -19,7 +19,7 @@ def sampled(generator: random.Random) -> Any:
     tensor = torch.zeros([size + generator.choice([0, 0, 1]) for size in sizes])
     for dimension, size in enumerate(sizes):
         tensor = tensor.narrow(dimension, 0, size)
-    tensor = tensor.permute(*generator.sample(range(len(sizes)), len(sizes)))
+    tensor = tensor.permute(generator.sample(range(len(sizes)), len(sizes)))
     if tensor.dim() and tensor.shape[0] and generator.random() < 0.2:
         tensor = tensor[:1].expand(2, *tensor.shape[1:])
     return tensor
