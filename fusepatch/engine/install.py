@@ -277,7 +277,7 @@ class _Proceed:
     def target(self) -> Target:
         return _targets[self._key]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         self.entered = True
         return self._call(*args, **kwargs)
 
