@@ -7,6 +7,7 @@ the name was inherited. wrapt's function wrappers are not used: Dynamo goes roun
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import functools
 import inspect
@@ -256,6 +257,9 @@ def _wrapper(original: Callable[..., Any], chain: list[Callable[..., Any]]) -> C
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return chain[0](*args, **kwargs)
 
+    # For inspect.getfullargspec, which does not look behind a wrapper.
+    with contextlib.suppress(TypeError, ValueError):
+        wrapper.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
     return wrapper
 
 
@@ -273,7 +277,7 @@ class _Proceed:
     def target(self) -> Target:
         return _targets[self._key]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         self.entered = True
         return self._call(*args, **kwargs)
 

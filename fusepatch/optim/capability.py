@@ -13,6 +13,8 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from fusepatch.optim import layout
+
 if TYPE_CHECKING:
     import torch
 
@@ -24,7 +26,10 @@ FUSED_DTYPES = ("float32", "float64", "float16", "bfloat16")
 
 SPARSE_GRADIENTS = frozenset({"SGD", "Adagrad"})
 """Classes whose ordinary form takes sparse gradients and whose fused form does not. The parameters do not show whether
-their gradients will be sparse; only the first step does."""
+their gradients will be sparse; only the step does."""
+
+KNOWN = frozenset({"Adam", "AdamW", "SGD", "Adagrad"})
+"""Classes whose fused steps are looked at before the kernel runs. A class that gets a fused form in a later torch is left to it."""
 
 TENSOR_LEARNING_RATE_WITHOUT_FOREACH = frozenset({"Adam", "AdamW"})
 """Classes whose multi-tensor form takes a learning rate or betas in a tensor only when `capturable` is set."""
@@ -62,13 +67,14 @@ in 2.11)."""
 class Verdict(NamedTuple):
     """Whether a param group can be fused, each as words for a sentence.
 
-    `obstacle`: torch would raise, in the constructor or at the first step. `caution`: it runs, but is not for an
-    automatic rule to choose. `unsettled`: the parameters do not show it, the first step does.
+    `obstacle`: torch would raise, in the constructor or at the first step. `memory`: the parameters do not lie in memory as
+    the kernel presumes; on the CPU it trains on wrong numbers, on accelerators it raises. `caution`: it runs, but is not for
+    an automatic rule to choose.
     """
 
     obstacle: str | None = None
+    memory: str | None = None
     caution: str | None = None
-    unsettled: bool = False
 
 
 def parameters_of(constructor: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
@@ -113,8 +119,7 @@ def fused(
             return Verdict(obstacle=f"torch refuses it: {refusal}")
     if name in SPARSE_GRADIENTS and any(map(_has_sparse_gradient, parameters)):
         return Verdict(obstacle=f"the fused {name} takes no sparse gradients")
-    unsettled = name in SPARSE_GRADIENTS or any(device == "meta" for _, device, _ in kinds)
-    return Verdict(caution=_caution(optimizer, kinds, parameters, devices), unsettled=unsettled)
+    return Verdict(memory=layout.unfit(parameters), caution=_caution(optimizer, name, kinds, parameters, devices))
 
 
 def foreach_obstacle(
@@ -200,13 +205,17 @@ def _mixed(kinds: Iterable[tuple[type, str, torch.dtype]]) -> str | None:
 
 def _caution(
     optimizer: type[torch.optim.Optimizer],
+    name: str,
     kinds: Collection[tuple[type, str, torch.dtype]],
     parameters: Iterable[torch.Tensor],
     devices: Collection[str],
 ) -> str | None:
-    module = optimizer.step.__module__
-    if not module.startswith("torch.optim"):
-        return f"{optimizer.__name__} has a step of its own ({module}), which may not know the fused form"
+    if name not in KNOWN:
+        return f"nothing is known about the memory that the fused {name} takes"
+    for method in ("step", "_init_group"):
+        module = getattr(optimizer, method).__module__
+        if not module.startswith("torch.optim"):
+            return f"{optimizer.__name__} has a {method} of its own ({module}), which may not know the fused form"
     distributed = dtensor_type()
     for kind, _, _ in kinds:
         if kind is not distributed and _dispatches(kind):

@@ -86,15 +86,14 @@ def test_adagrad_on_cuda_is_refused_by_its_own_class_before_2_13(monkeypatch: py
             capability.in_releases.cache_clear()
 
 
-def test_meta_parameters_are_left_to_the_first_step() -> None:
-    verdict = judge("AdamW", [parameter(device="meta")], devices={"meta"})
-    assert verdict == capability.Verdict(unsettled=True)
+def test_meta_parameters_are_left_to_the_step() -> None:
+    assert judge("AdamW", [parameter(device="meta")], devices={"meta"}) == capability.Verdict()
 
 
 @pytest.mark.parametrize("name", ["SGD", "Adagrad"])
-def test_sparse_gradients_are_obstacles_where_seen_and_unsettled_before(name: str) -> None:
+def test_sparse_gradients_are_obstacles_where_seen(name: str) -> None:
     embedding = torch.nn.Embedding(4, 2, sparse=True)
-    assert judge(name, [embedding.weight]) == capability.Verdict(unsettled=True)
+    assert judge(name, [embedding.weight]) == capability.Verdict()
     embedding(torch.tensor([1])).sum().backward()
     assert "sparse" in (judge(name, [embedding.weight]).obstacle or "")
     with pytest.raises(RuntimeError):
@@ -102,8 +101,15 @@ def test_sparse_gradients_are_obstacles_where_seen_and_unsettled_before(name: st
     getattr(torch.optim, name)([embedding.weight], lr=0.1).step()
 
 
-def test_adam_never_takes_sparse_gradients_so_nothing_is_unsettled() -> None:
-    assert not judge("AdamW", [torch.nn.Embedding(4, 2, sparse=True).weight]).unsettled
+def test_memory_is_judged_apart() -> None:
+    strided = torch.nn.Parameter(torch.ones(4, 4).chunk(2, dim=1)[0])
+    verdict = judge("AdamW", [parameter(), strided])
+    assert "strides (4, 1)" in (verdict.memory or "")
+    assert verdict._replace(memory=None) == capability.Verdict()
+
+
+def test_a_class_whose_steps_are_not_looked_at_is_a_caution() -> None:
+    assert "nothing is known" in (judge("RMSprop", [parameter()]).caution or "")
 
 
 def test_parameters_offloaded_beside_an_accelerator_are_a_caution() -> None:
