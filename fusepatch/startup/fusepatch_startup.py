@@ -51,7 +51,23 @@ def _import_package() -> None:
     try:
         import fusepatch  # noqa: F401
     except Exception as error:
-        print(f"fusepatch: not active in process {os.getpid()}: {error}", file=sys.stderr, flush=True)
+        from contextlib import suppress
+
+        with suppress(Exception):
+            _say(f"fusepatch: not active in process {os.getpid()}: {error}\n")
+
+
+def _say(text: str) -> None:
+    # As `fusepatch.engine.notice`, which is a part of what could not be imported.
+    stream = sys.stderr
+    if stream is None:  # print would take stdout
+        return
+    stream.flush()
+    if stream is sys.__stderr__:  # past its buffer, which a full disk would leave for the interpreter's end to fail on
+        os.write(stream.fileno(), text.encode(stream.encoding, "backslashreplace"))
+    else:
+        stream.write(text)
+        stream.flush()
 
 
 start()  # whoever loads an entry point imports the module that it names, and calls nothing

@@ -146,7 +146,7 @@ def test_a_site_is_installed_whole_or_not_at_all(library: Callable[..., str], mo
     with pytest.raises(TypeError, match="closed"):
         install.install("p", both, module, late=False)
     assert module.scale is original
-    assert not install.installed_in("p", both, module)
+    assert not install.is_installed("p", both)
     assert install.install("p", site(), module, late=False).slots == ("scale",), "and it can be tried again"
 
 
@@ -184,7 +184,7 @@ def test_someone_elses_patch_on_top_is_seen_and_left(library: Callable[..., str]
         return ours(value, factor) + 1
 
     module.scale = theirs
-    assert install.shadowed("p", site()) == ("scale",)
+    assert install.shadowed("p", site()) == install.Shadowed(replaced=("scale",), passing=("scale",))
     assert install.uninstall("p", site()) == ("toylib.core.scale",)
     assert module.scale is theirs
     assert theirs(1) == 3, "our wrapper below theirs does nothing any more"
