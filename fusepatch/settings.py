@@ -116,7 +116,11 @@ def _preference(text: str) -> str:
 
 
 def _directory(text: str) -> str:
-    return os.path.abspath(os.path.expanduser(text))
+    path = os.path.expanduser(text)
+    try:
+        return os.path.abspath(path)
+    except FileNotFoundError:  # the working directory is gone: the report cannot be written, and says so itself
+        return path
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -421,7 +421,7 @@ def _linked(patch: str, handler: Handler, call: Callable[..., Any], key: str) ->
             raise
         except Exception as error:
             if proceed.raised is not None:
-                if error is proceed.raised or error.__cause__ is proceed.raised:
+                if _comes_from(error, proceed.raised):
                     raise
                 raised.append(proceed.raised)
             _record_broken_handler(patch, key, error, proceed)
@@ -434,17 +434,28 @@ def _linked(patch: str, handler: Handler, call: Callable[..., Any], key: str) ->
     return linked
 
 
+def _comes_from(error: Exception, upstreams: BaseException) -> bool:
+    """Whether the error is upstream's, or was raised from it on purpose."""
+    with suppress(Exception):  # an exception's class can make any attribute of it raise
+        return error is upstreams or error.__cause__ is upstreams
+    return False
+
+
 def _record_broken_handler(patch: str, key: str, error: Exception, proceed: _Proceed) -> None:
     became = "the call ran as upstream wrote it"
     if proceed.entered:
         became = f"upstream's code had run, and its {'error' if proceed.raised else 'result'} is what the caller gets"
-    text = f"the patch itself failed in {key}; {became}; please report this: {traceback.format_exc(limit=-3)}"
-    kind = f"{key} {type(error).__name__}"
+    kind = f"broken: {key} {type(error).__name__}"
+    try:
+        trace = traceback.format_exc(limit=-3)
+    except Exception:
+        trace = f"{type(error).__name__}, which cannot be printed"
+    text = f"the patch itself failed in {key}; {became}; please report this: {trace}"
     if proceed.raised is None:
         ledger.refused(patch, text, kind)
     else:
         ledger.fallback(patch, text)  # what upstream raised must not be hidden by an error of strict mode
-        ledger.warn_once(f"{patch}: {text}", kind)
+        ledger.warn_once(f"{patch}: {text}", f"{patch}: {kind}")
 
 
 def _rebind(done: list[_Installed], module: ModuleType, allowed: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
