@@ -28,7 +28,8 @@ def tell(level: int, text: str, any_rank: bool = False) -> None:
 
 
 def _write(stream: Any, text: str) -> None:
-    if stream is None:  # there was no file to open: print would take stdout, and descriptor 2 is whatever was opened since
+    if stream is None:
+        # Nothing was open as descriptor 2 at the start. print would take stdout, and the descriptor is whatever was opened since.
         return
     encoding = getattr(stream, "encoding", None) or "utf-8"
     data = text.encode(encoding, "backslashreplace")

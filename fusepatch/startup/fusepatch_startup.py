@@ -59,12 +59,13 @@ def _import_package() -> None:
 
 def _say(text: str) -> None:
     # As `fusepatch.engine.notice`, which is a part of what could not be imported.
-    stream = sys.stderr
+    stream, own = sys.stderr, sys.__stderr__
     if stream is None:  # print would take stdout
         return
     stream.flush()
-    if stream is sys.__stderr__:  # past its buffer, which a full disk would leave for the interpreter's end to fail on
-        os.write(stream.fileno(), text.encode(stream.encoding, "backslashreplace"))
+    if own is not None and stream is own:
+        # Past its buffer, which a full disk would leave for the interpreter's end to fail on.
+        os.write(own.fileno(), text.encode(own.encoding, "backslashreplace"))
     else:
         stream.write(text)
         stream.flush()

@@ -230,7 +230,15 @@ def through_wrapt(ours: Callable[..., object], owner: object) -> Callable[..., o
 
 @pytest.mark.parametrize(
     "replace",
-    [through_closure, through_wraps, through_global, through_attribute, through_default, through_partial, through_wrapt],
+    [
+        through_closure,
+        through_wraps,
+        through_global,
+        through_attribute,
+        through_default,
+        through_partial,
+        through_wrapt,
+    ],
 )
 def test_a_replacement_that_holds_the_wrapper_may_pass_to_it(library: Callable[..., str], replace) -> None:
     module = load(library())
@@ -286,7 +294,9 @@ def test_a_module_that_ran_anew_is_seen_and_can_be_wrapped_again(library: Callab
     assert "__init__" not in vars(module.Model)
 
 
-def test_what_someone_replaced_after_a_reload_is_left_when_the_rest_is_wrapped_again(library: Callable[..., str]) -> None:
+def test_what_someone_replaced_after_a_reload_is_left_when_the_rest_is_wrapped_again(
+    library: Callable[..., str],
+) -> None:
     module = load(library())
     both = site(Slot("scale", adding_hundred), Slot("scale_more", adding_hundred))
     install.install("p", both, module, late=False)
@@ -417,7 +427,9 @@ def broken_after(proceed, *args, **kwargs):
         raise KeyError("a fault of the patch")
 
 
-def test_a_handler_that_breaks_after_upstream_returned_leaves_upstreams_result(counting: Callable[..., ModuleType]) -> None:
+def test_a_handler_that_breaks_after_upstream_returned_leaves_upstreams_result(
+    counting: Callable[..., ModuleType],
+) -> None:
     module = counting(broken_after)
     assert module.scale(1) == 1
     assert module.calls == [1], "upstream's code does not run twice"
@@ -510,20 +522,20 @@ def test_an_error_that_was_dropped_keeps_nothing_alive(
 
 
 def test_a_fault_that_cannot_be_printed_is_recorded_too(counting: Callable[..., ModuleType]) -> None:
-    class Unprintable(Exception):
+    class UnprintableError(Exception):
         def __getattribute__(self, name: str) -> object:
             raise RuntimeError("no attribute for you")
 
     def broken(proceed, *args, **kwargs):
         with contextlib.suppress(ValueError):
             proceed(*args, **kwargs)
-        raise Unprintable
+        raise UnprintableError
 
     module, error = counting(broken), ValueError("upstream's")
     assert module.scale(1) == 1
     with pytest.raises(ValueError, match="upstream's"):
         module.scale(error)
-    assert all("Unprintable, which cannot be printed" in note.text for note in ledger.fallbacks("p"))
+    assert all("UnprintableError, which cannot be printed" in note.text for note in ledger.fallbacks("p"))
 
 
 def test_a_fault_with_another_text_at_each_call_is_one_warning(

@@ -465,6 +465,7 @@ def _to_upstream(proceed: Proceed, args: tuple[Any, ...], kwargs: Mapping[str, A
             ID,
             f"the model's {dropped} is left out of the loss, since upstream's own forward computes it ({obstacle.text}): "
             f"log-probabilities differ from the model's; train this model without Liger's loss",
+            kind=f"left out by upstream's own forward: {dropped}",
         )
     if not obstacle.mistake:
         return proceed(*args, **kwargs)
