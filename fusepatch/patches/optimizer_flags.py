@@ -219,6 +219,7 @@ def add_param_group(proceed: Proceed, optimizer: Any, param_group: Any, *args: A
 
 def construct_other(proceed: Proceed, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
     """Handler of the base class's constructor: says of a class that has none of the flags that it was left alone."""
+    ledger.tell_of_lost()  # a class whose own constructor was replaced since passes here
     if not _has_flags(type(optimizer)):
         kinds = type(optimizer).__mro__
         caller = calling_module(skip=("torch.optim", *(kind.__module__ for kind in kinds)))

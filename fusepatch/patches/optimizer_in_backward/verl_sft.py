@@ -77,13 +77,16 @@ def prepare_micro_batches(proceed: Proceed, data: Any, *args: Any, **kwargs: Any
     ledger.fallback(ID, f"{ENGINE}: batches of several micro-batches took the ordinary step")
     ledger.warn_once(
         f"{ID}: {ENGINE}: a batch had {number} micro-batches (data.use_dynamic_bsz, data.max_token_len_per_gpu): their gradients are "
-        f"summed and the ordinary step updates the parameters, as without fusepatch, and no memory is saved in such a batch"
+        f"summed and the ordinary step updates the parameters, as without fusepatch, and no memory is saved in such a batch",
+        kind=f"{ID}: several micro-batches",
     )
     return result
 
 
 def construct(proceed: Proceed, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
     """Handler of the constructor of torch's base class: waits for the optimizer of `fsdp_sft_trainer`."""
+    if settings.current().optimizer_in_backward:
+        ledger.tell_of_lost()  # the loop that would refuse or hook may have been replaced
     result = proceed(optimizer, *args, **kwargs)
     if not settings.current().optimizer_in_backward:
         return result
@@ -112,7 +115,8 @@ def _tell_skipped(names: list[str]) -> None:
         ledger.fallback(ID, f"the gradient of {name} was not finite; the parameter was left as it was in that step")
     ledger.warn_once(
         f"{ID}: {len(names)} gradients were not finite in a step, among them that of {names[0]}; their parameters were left as "
-        f"they were, the others were updated (verl skips the whole step, which is not possible inside backward)"
+        f"they were, the others were updated (verl skips the whole step, which is not possible inside backward)",
+        kind=f"{ID}: gradients not finite",
     )
 
 
