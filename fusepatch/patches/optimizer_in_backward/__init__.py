@@ -7,8 +7,8 @@
 from __future__ import annotations
 
 from fusepatch.engine.patch import Contract, Patch, Site, Slot
-from fusepatch.patches.optimizer_in_backward import transformers_trainer, verl_sft
-from fusepatch.patches.optimizer_in_backward.attachment import ID
+from fusepatch.patches.optimizer_in_backward import checkpointing, transformers_trainer, verl_sft
+from fusepatch.patches.optimizer_in_backward.attachment import CHECKPOINTING, ID
 from fusepatch.patches.upstreams import TORCH, TRANSFORMERS, VERL
 
 PATCH = Patch(
@@ -82,6 +82,17 @@ PATCH = Patch(
                     verl_sft.forward_backward_batch,
                     Contract(("data", "loss_function", "forward_only")),
                 ),
+            ),
+        ),
+        Site(
+            upstream=TORCH,
+            module=CHECKPOINTING,
+            supported=">=2.4",
+            tested=">=2.11,<2.16",
+            slots=(
+                Slot("_checkpoint_without_reentrant_generator", checkpointing.without_reentrant, Contract(("fn",))),
+                Slot("CheckpointFunction.forward", checkpointing.reentrant, Contract(("run_function",))),
+                Slot("_checkpoint_hook.__init__", checkpointing.saving, Contract(("frame",))),
             ),
         ),
         Site(
