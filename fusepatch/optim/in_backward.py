@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
+import re
 import sys
 import threading
 import weakref
@@ -173,19 +175,7 @@ def _of_step(optimizer: torch.optim.Optimizer) -> Iterable[Obstacle]:
     of_class = _foreign_wrapper(kind.step)
     if of_class is not None:
         yield _replaced(f"{kind.__module__}.{kind.__qualname__}.step is wrapped", of_class)
-    own = vars(optimizer).get("step")
-    if own is not None and _is_compiled(own):
-        yield Obstacle(
-            "optimizer.step is compiled (torch.compile)",
-            "the compiled step takes all parameters at once",
-            "leave the step uncompiled",
-        )
-    elif own is not None:
-        wrapper = _foreign_wrapper(own)
-        if wrapper is None and _unwrapped_step(own) is not _unwrapped_step(kind.step):
-            wrapper = _unwrapped_step(own)
-        if wrapper is not None:
-            yield _replaced("optimizer.step was replaced on this optimizer", wrapper)
+    yield from of_own_step(optimizer)
     for hook in _pre_hooks(optimizer).values():
         plain = inspect.unwrap(hook.func if isinstance(hook, functools.partial) else hook)
         module = getattr(plain, "__module__", "") or ""
@@ -196,6 +186,25 @@ def _of_step(optimizer: torch.optim.Optimizer) -> Iterable[Obstacle]:
                 "(clipping, masking, averaging) would be lost",
                 "remove it, and change gradients in hooks of the parameters (Tensor.register_hook), which run before the update",
             )
+
+
+def of_own_step(optimizer: Any) -> Iterable[Obstacle]:
+    """A `step` that was set on an optimizer, or on a framework's wrapper of one, and does something of its own."""
+    own = vars(optimizer).get("step")
+    if own is None:
+        return
+    if _is_compiled(own):
+        yield Obstacle(
+            "optimizer.step is compiled (torch.compile)",
+            "the compiled step takes all parameters at once",
+            "leave the step uncompiled",
+        )
+        return
+    wrapper = _foreign_wrapper(own)
+    if wrapper is None and _unwrapped_step(own) is not _unwrapped_step(type(optimizer).step):
+        wrapper = _unwrapped_step(own)
+    if wrapper is not None:
+        yield _replaced(f"step was replaced on this {type(optimizer).__qualname__}", wrapper)
 
 
 def _replaced(found: str, by: Any) -> Obstacle:
@@ -513,12 +522,28 @@ def explained() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if "modified by an inplace operation" not in str(error) or not early():
+        names = _named_by(str(error))
+        if not names:
             raise
         raise InBackwardError(
-            f"a weight is still needed in backward when its gradient is complete and it has been updated "
-            f"(FUSEPATCH_OPTIMIZER_IN_BACKWARD=1); autograd found: {error} {DETACHED}"
+            f"autograd needs a weight in backward whose gradient was complete before and has updated it "
+            f"(FUSEPATCH_OPTIMIZER_IN_BACKWARD=1): by shape and version it is {' or '.join(names)}. {DETACHED} Autograd's own "
+            f"words: {error}"
         ) from error
+
+
+def _named_by(message: str) -> list[str]:
+    """The updated parameters that autograd's error can be about: the same version, and as many elements or a part of them."""
+    found = re.search(r"modified by an inplace operation: \[\S+ \[([\d, ]*)\]\].* is at version (\d+);", message)
+    if found is None:
+        return []
+    size = math.prod(int(length) for length in found[1].split(", ") if length)
+    return [
+        attached.name(parameter)
+        for attached in early()
+        for parameter in attached.updated
+        if parameter._version == int(found[2]) and size and parameter.numel() % size == 0
+    ]
 
 
 DETACHED = (

@@ -129,8 +129,9 @@ def unpacked(unpack: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 def _too_late(what: str, name: str) -> str:
     return (
-        f"{what} {name} in backward, but the gradient of that weight was complete before and has updated it "
-        f"(FUSEPATCH_OPTIMIZER_IN_BACKWARD=1). {in_backward.DETACHED}"
+        f"{what} {name} in backward, but a gradient of that weight arrived before and has updated it "
+        f"(FUSEPATCH_OPTIMIZER_IN_BACKWARD=1). Where several checkpointed regions use the weight, set "
+        f'gradient_checkpointing_kwargs={{"use_reentrant": False}}. {in_backward.DETACHED}'
     )
 
 

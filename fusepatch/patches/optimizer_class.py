@@ -8,6 +8,7 @@ the class that was asked for. Classes that a user chose in a framework's configu
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -94,7 +95,9 @@ def _exchange(
         ledger.warn_once(f"{ID}: {subject}: FUSEPATCH_OPTIMIZER_CLASS={path} is constructed, but {caution}")
     if kind is type(optimizer):
         _tell(subject, planned.notes)
-        return proceed(optimizer, params, **{**dict(arguments), **planned.kwargs})
+        proceed(optimizer, params, **{**dict(arguments), **planned.kwargs})
+        _watch_loading(optimizer, subject)
+        return None
     exchange.become(optimizer, path, kind, takes, params, planned.kwargs)
     carried = [name for name in planned.kwargs if name in given and name not in asked]
     ledger.replaced(
@@ -103,9 +106,14 @@ def _exchange(
         f"{', ' if carried else ''}{', '.join(carried)}{' and ' + ', '.join(asked) + ' of its own' if asked else ''}",
     )
     _tell(subject, planned.notes)
-    optimizer.register_load_state_dict_pre_hook(_compare_groups)
+    _watch_loading(optimizer, subject)
     optimizer.register_step_pre_hook(_judged_at_first_step(path, subject))
     return None
+
+
+def _watch_loading(optimizer: Any, subject: str) -> None:
+    optimizer.register_load_state_dict_pre_hook(functools.partial(_compare_groups, subject))
+    optimizer.register_load_state_dict_post_hook(_compare_states)
 
 
 def _given(
@@ -150,9 +158,13 @@ def _refusal(path: str, subject: str, obstacle: str) -> OptimizerClassError:
     )
 
 
-def _compare_groups(optimizer: Any, state_dict: dict[str, Any]) -> None:
-    """`load_state_dict` pre-hook: a checkpoint of another class is found out before its states are taken for this one's."""
+def _compare_groups(subject: str, optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """`load_state_dict` pre-hook: a checkpoint of another class is found out before its states are taken for this one's.
+
+    Returns what is to be loaded: with the flags that tell the class that was asked for from another one with the same keys.
+    """
     kind = type(optimizer)
+    groups = []
     for live, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
         missing = sorted(set(live) - set(saved) - _SCHEDULERS_OWN)
         more = sorted(set(saved) - set(live) - _SCHEDULERS_OWN)
@@ -162,10 +174,39 @@ def _compare_groups(optimizer: Any, state_dict: dict[str, Any]) -> None:
             raise OptimizerClassError(
                 f"load_state_dict of {kind.__module__}.{kind.__qualname__}: the checkpoint was written by an optimizer of another "
                 f"class: its param groups have {', '.join(more)}, and lack {', '.join(missing) or 'nothing'}. Its states mean "
-                f"something else there, and training would go on from wrong ones or stop at the next step. Nothing was loaded; start "
-                f"without the optimizer's checkpoint, or set FUSEPATCH_OPTIMIZER_CLASS to the class that wrote it"
+                f"something else there, and training would go on from wrong ones or stop at the next step. Nothing was loaded; {_ACT}"
             )
+        kept = {
+            name: live[name] for name in _OF_THE_CLASS if name in live and saved.get(name, live[name]) != live[name]
+        }
+        groups.append({**saved, **kept})
+        for name, value in kept.items():
+            ledger.replaced(
+                ID,
+                f"load_state_dict of {kind.__qualname__}, {subject}: {name}: {saved[name]} in the checkpoint -> {value}, which the "
+                f"class that was asked for has",
+            )
+    rest = state_dict["param_groups"][len(groups) :]  # torch says what is wrong with their number
+    return {**state_dict, "param_groups": [*groups, *rest]}
 
+
+def _compare_states(optimizer: Any) -> None:
+    """`load_state_dict` post-hook: groups and states that lack what the class's step reads."""
+    from fusepatch.optim import refusals
+
+    found = refusals.foreign_state(optimizer)
+    if found is not None:
+        kind = type(optimizer)
+        raise OptimizerClassError(
+            f"load_state_dict of {kind.__module__}.{kind.__qualname__}: {found}. Training would go on from wrong ones or stop at a "
+            f"later step. No step was taken; {_ACT}"
+        )
+
+
+_ACT = "start without the optimizer's checkpoint, or set FUSEPATCH_OPTIMIZER_CLASS to the class that wrote it"
+
+_OF_THE_CLASS = ("decoupled_weight_decay",)
+"""Keys of a param group that are not hyperparameters but say which class it is: Adam and AdamW differ in nothing else."""
 
 _SCHEDULERS_OWN = frozenset({"params", "param_names", "initial_lr", "swa_lr"})
 """Keys of a param group that are not the optimizer class's."""
@@ -186,7 +227,10 @@ def _judged_at_first_step(path: str, subject: str) -> Callable[[Any, Any, Any], 
         nonlocal judged
         if not judged:
             tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-            obstacle = refusals.obstacle(type(optimizer), tensors) or refusals.foreign_state(optimizer)
+            obstacle = refusals.obstacle(type(optimizer), tensors)
+            if obstacle is None:
+                obstacle = refusals.foreign_state(optimizer)
+                obstacle = obstacle and f"{obstacle}; {_ACT}"
             if obstacle is not None:
                 raise _refusal(path, f"{subject}, at the first step", obstacle)
             judged = True

@@ -323,8 +323,8 @@ def test_what_is_put_around_the_step_later_is_seen_before_anything_moves() -> No
 
     for change, text in (
         (lambda optimizer: optimizer.register_step_pre_hook(clip), "a step pre-hook is registered (clip in"),
-        (wrapped, "optimizer.step was replaced on this optimizer (clipped in"),
-        (replaced, "optimizer.step was replaced on this optimizer (<lambda> in"),
+        (wrapped, "step was replaced on this AdamW (clipped in"),
+        (replaced, "step was replaced on this AdamW (<lambda> in"),
     ):
         model = Network()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -368,7 +368,9 @@ def test_another_optimizer_that_is_stepped_is_seen_before_anything_moves() -> No
     optimizer.step()
     stepped[0] = torch.optim.AdamW(model.parameters())
     before = flat(model)
-    with pytest.raises(InBackwardError, match=r"another one \(torch\.optim\.adamw\.AdamW\) than the torch\.optim\.sgd\.SGD"):
+    with pytest.raises(
+        InBackwardError, match=r"another one \(torch\.optim\.adamw\.AdamW\) than the torch\.optim\.sgd\.SGD"
+    ):
         one_backward(model, 1)
     assert torch.equal(flat(model), before)
 

@@ -114,6 +114,13 @@ def _unwrapped(optimizer: Any) -> Any:
     return optimizer
 
 
+def _of_wrappers(optimizer: Any) -> Iterable[Obstacle]:
+    """The Trainer calls the step of accelerate's wrapper."""
+    while type(optimizer).__name__ == "AcceleratedOptimizer":
+        yield from in_backward.of_own_step(optimizer)
+        optimizer = optimizer.optimizer
+
+
 def attach(trainer: Any, begun: bool = False) -> InBackward:
     """Hook the parameters of a trainer whose optimizer and model are as they will train; raises InBackwardError."""
     optimizer, model = _unwrapped(trainer.optimizer), trainer.model_wrapped
@@ -122,7 +129,7 @@ def attach(trainer: Any, begun: bool = False) -> InBackward:
         _named(trainer),
         optimizer,
         model,
-        _of_settings(trainer),
+        [*_of_settings(trainer), *_of_wrappers(trainer.optimizer)],
         armed=False,
         stepped=lambda: _unwrapped(getattr(this(), "optimizer", None)),
         begun=begun,
@@ -157,7 +164,8 @@ def _callback_class() -> Any:
 
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             # Callbacks may change the arguments and exchange the optimizer between two steps.
-            in_backward.refuse(_named(self.trainer), _of_settings(self.trainer), begun=True)
+            found = [*_of_settings(self.trainer), *_of_wrappers(self.trainer.optimizer)]
+            in_backward.refuse(_named(self.trainer), found, begun=True)
             if self.attached is not None and self.attached.optimizer is not _unwrapped(self.trainer.optimizer):
                 self.attached.remove()
                 self.attached = attach(self.trainer, begun=True)
