@@ -177,11 +177,9 @@ def _of_step(optimizer: torch.optim.Optimizer) -> Iterable[Obstacle]:
         yield _replaced(f"{kind.__module__}.{kind.__qualname__}.step is wrapped", of_class)
     yield from of_own_step(optimizer)
     for hook in _pre_hooks(optimizer).values():
-        plain = inspect.unwrap(hook.func if isinstance(hook, functools.partial) else hook)
-        module = getattr(plain, "__module__", "") or ""
-        if module.partition(".")[0] != "fusepatch":
+        if not _is_ours(hook):
             yield Obstacle(
-                f"a step pre-hook is registered ({_described(plain)})",
+                f"a step pre-hook is registered ({_described(_innermost(hook))})",
                 "it runs in step(), when the parameters are updated and the gradients gone, so whatever it does to gradients "
                 "(clipping, masking, averaging) would be lost",
                 "remove it, and change gradients in hooks of the parameters (Tensor.register_hook), which run before the update",
@@ -219,6 +217,14 @@ def _pre_hooks(optimizer: torch.optim.Optimizer) -> dict[int, Callable[..., Any]
     from torch.optim import optimizer as module
 
     return {**module._global_optimizer_pre_hooks, **optimizer._optimizer_step_pre_hooks}
+
+
+def _innermost(hook: Any) -> Any:
+    return inspect.unwrap(hook.func if isinstance(hook, functools.partial) else hook)
+
+
+def _is_ours(hook: Any) -> bool:
+    return str(getattr(_innermost(hook), "__module__", "")).partition(".")[0] == "fusepatch"
 
 
 def _plain(step: Any) -> Any:
@@ -416,6 +422,9 @@ class InBackward:
                 f"exchanged during the forward. This step has changed no parameter. Exchange it between two steps, or unset "
                 f"FUSEPATCH_OPTIMIZER_IN_BACKWARD."
             )
+        for hook in _pre_hooks(self.optimizer).values():
+            if _is_ours(hook):  # they judge parameters and states before the first step
+                hook(self.optimizer, (), {})
 
     def _take_step(self, view: dict[str, Any], parameter: torch.Tensor) -> None:
         gradient = parameter.grad

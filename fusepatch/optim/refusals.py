@@ -76,56 +76,62 @@ STATES: Mapping[tuple[str, str], tuple[frozenset[str], ...]] = {
 """What a step takes for granted in a parameter's state once there is one, by the package and the class that define the step."""
 
 
-def foreign_state(optimizer: torch.optim.Optimizer) -> str | None:
-    """Why what was loaded cannot be trained with, since another class wrote it, as words for a sentence; None where it can.
-
-    For steps that nothing is known of, the param groups alone are looked at.
-    """
+def lost_keys(optimizer: torch.optim.Optimizer, keys: Collection[str]) -> str | None:
+    """Which of `keys`, those that each param group has when it is constructed, are not there since something was loaded."""
     for group in optimizer.param_groups:
-        missing = sorted(set(optimizer.defaults) - set(group))
+        missing = sorted(set(keys) - set(group))
         if missing:
             return f"the param groups that were loaded have no {', '.join(missing)}, so another class wrote them"
+    return None
+
+
+def foreign_state(optimizer: torch.optim.Optimizer, states: Iterable[Mapping[str, Any]]) -> str | None:
+    """Why the states of a checkpoint cannot be trained with, since another class wrote them, as words for a sentence.
+
+    None where they can, and for classes whose step is not known.
+    """
+    states = [state for state in states if state]
     if _derives(type(optimizer), "bitsandbytes"):
-        return _foreign_to_bitsandbytes(optimizer)
+        return _foreign_to_bitsandbytes(optimizer, states)
     step = inspect.unwrap(type(optimizer).step)
     owner = step.__qualname__.rpartition(".")[0]
     wanted = STATES.get((step.__module__.partition(".")[0], owner))
     gathers = getattr(type(optimizer), "_init_group", step).__qualname__.rpartition(".")[0]
     if wanted is None or gathers != owner:
         return None
-    for state in optimizer.state.values():
-        if state and not any(names <= state.keys() for names in wanted):
+    for state in states:
+        if not any(names <= state.keys() for names in wanted):
             return _foreign(state, " or ".join(", ".join(sorted(names)) for names in wanted))
-    return _foreign_to_torchao(optimizer) if owner == "_AdamBase" else None
+    return _foreign_to_torchao(optimizer, states) if owner == "_AdamBase" else None
 
 
 def _foreign(state: Mapping[Any, Any], wanted: str) -> str:
-    return f"the states that were loaded have {', '.join(sorted(map(str, state)))}, and wanted is {wanted}, so another class wrote them"
+    found = ", ".join(sorted(map(str, state)))
+    return f"the states that were loaded have {found}, and wanted is {wanted}, so another class wrote them"
 
 
-def _foreign_to_bitsandbytes(optimizer: Any) -> str | None:
+def _foreign_to_bitsandbytes(optimizer: Any, states: Collection[Mapping[str, Any]]) -> str | None:
     two = _derives(type(optimizer), "bitsandbytes", ("Optimizer2State",))
-    states = {parameter: state for parameter, state in optimizer.state.items() if state}
-    for state in states.values():
+    for state in states:
         if "state1" not in state or ("state2" in state) != two:
             return _foreign(state, "state1 and state2" if two else "state1 without state2")
     bits = optimizer.args.optim_bits
-    large = [state["state1"] for p, state in states.items() if p.numel() >= optimizer.args.min_8bit_size]
+    large = [state["state1"] for state in states if state["state1"].numel() >= optimizer.args.min_8bit_size]
     if large and not any((one.element_size() == 1) == (bits == 8) for one in large):
         return f"the states that were loaded are {large[0].dtype}, and those of this class have {bits} bits"
     return None
 
 
-def _foreign_to_torchao(optimizer: Any) -> str | None:
+def _foreign_to_torchao(optimizer: Any, states: Collection[Mapping[str, Any]]) -> str | None:
     import torch
 
     try:
         wanted = type(optimizer._subclass_zeros(torch.empty(optimizer.block_size), True, optimizer.block_size))
     except NotImplementedError:
         return None
-    for state in optimizer.state.values():
-        found = type(getattr(state.get("exp_avg"), "_local_tensor", state.get("exp_avg")))
-        if found not in (wanted, torch.Tensor, type(None)):
+    for state in states:
+        found = type(getattr(state["exp_avg"], "_local_tensor", state["exp_avg"]))
+        if found not in (wanted, torch.Tensor):
             return f"the states that were loaded are {found.__name__}, and those of this class are {wanted.__name__}"
     return None
 

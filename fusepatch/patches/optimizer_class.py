@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -112,8 +112,10 @@ def _exchange(
 
 
 def _watch_loading(optimizer: Any, subject: str) -> None:
+    # torch adds a key of its own to the defaults later.
+    keys = frozenset(optimizer.defaults)
     optimizer.register_load_state_dict_pre_hook(functools.partial(_compare_groups, subject))
-    optimizer.register_load_state_dict_post_hook(_compare_states)
+    optimizer.register_load_state_dict_post_hook(functools.partial(_look_for_keys, keys))
 
 
 def _given(
@@ -163,6 +165,8 @@ def _compare_groups(subject: str, optimizer: Any, state_dict: dict[str, Any]) ->
 
     Returns what is to be loaded: with the flags that tell the class that was asked for from another one with the same keys.
     """
+    from fusepatch.optim import refusals
+
     kind = type(optimizer)
     groups = []
     for live, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
@@ -171,10 +175,11 @@ def _compare_groups(subject: str, optimizer: Any, state_dict: dict[str, Any]) ->
         # A release of the same class may have added a flag since; numbers and another class's keys are something else.
         numbers = [name for name in missing if not isinstance(live[name], bool | None)]
         if (numbers and more) or (_FLAGS_OF_TORCH.issubset(more) and not is_below(kind.__module__, ("torch.optim",))):
-            raise OptimizerClassError(
-                f"load_state_dict of {kind.__module__}.{kind.__qualname__}: the checkpoint was written by an optimizer of another "
-                f"class: its param groups have {', '.join(more)}, and lack {', '.join(missing) or 'nothing'}. Its states mean "
-                f"something else there, and training would go on from wrong ones or stop at the next step. Nothing was loaded; {_ACT}"
+            raise _refusal_of_checkpoint(
+                kind,
+                f"the checkpoint was written by an optimizer of another class: its param groups have {', '.join(more)}, and lack "
+                f"{', '.join(missing) or 'nothing'}. Its states mean something else there, and training would go on from wrong "
+                f"ones or stop at the next step. Nothing was loaded",
             )
         kept = {
             name: live[name] for name in _OF_THE_CLASS if name in live and saved.get(name, live[name]) != live[name]
@@ -186,24 +191,30 @@ def _compare_groups(subject: str, optimizer: Any, state_dict: dict[str, Any]) ->
                 f"load_state_dict of {kind.__qualname__}, {subject}: {name}: {saved[name]} in the checkpoint -> {value}, which the "
                 f"class that was asked for has",
             )
+    foreign = refusals.foreign_state(optimizer, state_dict["state"].values())
+    if foreign is not None:
+        raise _refusal_of_checkpoint(
+            kind, f"{foreign}. Training would go on from wrong ones or stop at a later step. Nothing was loaded"
+        )
     rest = state_dict["param_groups"][len(groups) :]  # torch says what is wrong with their number
     return {**state_dict, "param_groups": [*groups, *rest]}
 
 
-def _compare_states(optimizer: Any) -> None:
-    """`load_state_dict` post-hook: groups and states that lack what the class's step reads."""
+def _look_for_keys(keys: Collection[str], optimizer: Any) -> None:
+    """`load_state_dict` post-hook: what the class reads in its groups and has not filled in by itself for older checkpoints."""
     from fusepatch.optim import refusals
 
-    found = refusals.foreign_state(optimizer)
+    found = refusals.lost_keys(optimizer, keys)
     if found is not None:
-        kind = type(optimizer)
-        raise OptimizerClassError(
-            f"load_state_dict of {kind.__module__}.{kind.__qualname__}: {found}. Training would go on from wrong ones or stop at a "
-            f"later step. No step was taken; {_ACT}"
-        )
+        raise _refusal_of_checkpoint(type(optimizer), f"{found}. A later step would stop. No step was taken")
 
 
-_ACT = "start without the optimizer's checkpoint, or set FUSEPATCH_OPTIMIZER_CLASS to the class that wrote it"
+def _refusal_of_checkpoint(kind: type[Any], found: str) -> OptimizerClassError:
+    return OptimizerClassError(
+        f"load_state_dict of {kind.__module__}.{kind.__qualname__}: {found}; start without the optimizer's checkpoint, or set "
+        f"FUSEPATCH_OPTIMIZER_CLASS to the class that wrote it"
+    )
+
 
 _OF_THE_CLASS = ("decoupled_weight_decay",)
 """Keys of a param group that are not hyperparameters but say which class it is: Adam and AdamW differ in nothing else."""
@@ -228,11 +239,11 @@ def _judged_at_first_step(path: str, subject: str) -> Callable[[Any, Any, Any], 
         if not judged:
             tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
             obstacle = refusals.obstacle(type(optimizer), tensors)
-            if obstacle is None:
-                obstacle = refusals.foreign_state(optimizer)
-                obstacle = obstacle and f"{obstacle}; {_ACT}"
             if obstacle is not None:
                 raise _refusal(path, f"{subject}, at the first step", obstacle)
+            foreign = refusals.foreign_state(optimizer, optimizer.state.values())
+            if foreign is not None:
+                raise _refusal_of_checkpoint(type(optimizer), f"{foreign}. No step was taken")
             judged = True
 
     uncompiled: Callable[[Any, Any, Any], None] = torch.compiler.disable(judge)  # type: ignore[no-untyped-call]
