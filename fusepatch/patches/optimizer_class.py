@@ -314,7 +314,9 @@ PATCH = Patch(
         "a **kwargs of the class gets the learning rate where no constructor names it, and nothing else that was not asked for",
         "the constructor runs on an object that was made as an AdamW; a metaclass that makes instances in its own way is refused",
         "frameworks that hand a configuration to DeepSpeed or Megatron construct no optimizer of torch, and are not reached",
-        "the checkpoint of another optimizer class is refused where its param groups show that it is one",
+        "the checkpoint of another optimizer class is refused where its param groups or its states show that it is one (of classes "
+        "that are neither torch's, torchao's, bitsandbytes' nor transformers' Adafactor, the groups alone are known); where both have "
+        "what the class reads (Adam, AdamW, NAdam and RAdam), it is loaded, and decoupled_weight_decay stays that of the class",
         "the Trainer keeps embeddings in 32 bits for its own adamw_bnb_8bit; for a class by path it does not",
     ),
     sites=(
