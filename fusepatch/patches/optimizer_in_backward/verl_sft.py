@@ -13,7 +13,8 @@ is done for each gradient.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -41,10 +42,27 @@ def initialize(proceed: Proceed, engine: Any, *args: Any, **kwargs: Any) -> Any:
     ledger.count_call(ID)
     in_backward.refuse(ENGINE, _of_engine(engine))  # before the model is loaded
     result = proceed(engine, *args, **kwargs)
-    _attached[engine] = attachment.attach(
-        ENGINE, engine.optimizer, engine.module, _of_engine(engine), armed=False, on_skipped=_tell_skipped
-    )
+    _attached[engine] = _attach(engine, begun=False)
     return result
+
+
+def _attach(engine: Any, begun: bool) -> InBackward:
+    return attachment.attach(
+        ENGINE,
+        engine.optimizer,
+        engine.module,
+        _of_engine(engine),
+        armed=False,
+        on_skipped=_tell_skipped,
+        stepped=_read_of(engine),
+        begun=begun,
+    )
+
+
+def _read_of(owner: Any) -> Callable[[], Any]:
+    """Reads the optimizer that `owner` steps, without keeping `owner` in memory."""
+    this = weakref.ref(owner)
+    return lambda: getattr(this(), "optimizer", None)
 
 
 def forward_backward_batch(
@@ -54,10 +72,14 @@ def forward_backward_batch(
     attached = None if forward_only else _attached.get(engine)
     if attached is None:
         return proceed(engine, data, loss_function, forward_only=forward_only, **kwargs)
+    if attached.optimizer is not engine.optimizer:
+        attached.remove()
+        attached = _attached[engine] = _attach(engine, begun=True)
     token = _running.set(attached)
     attached.armed = True
     try:
-        return proceed(engine, data, loss_function, forward_only=forward_only, **kwargs)
+        with in_backward.explained():
+            return proceed(engine, data, loss_function, forward_only=forward_only, **kwargs)
     finally:
         attached.armed = False
         _running.reset(token)
@@ -94,7 +116,13 @@ def construct(proceed: Proceed, optimizer: Any, *args: Any, **kwargs: Any) -> An
     if trainer is not None:
         ledger.count_call(ID)
         attachment.attach(
-            SCRIPT, optimizer, trainer.fsdp_model, [*_of_script(trainer.config)], armed=True, on_skipped=_tell_skipped
+            SCRIPT,
+            optimizer,
+            trainer.fsdp_model,
+            [*_of_script(trainer.config)],
+            armed=True,
+            on_skipped=_tell_skipped,
+            stepped=_read_of(trainer),
         )
     return result
 
