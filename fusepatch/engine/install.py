@@ -7,7 +7,6 @@ the name was inherited. wrapt's function wrappers are not used: Dynamo goes roun
 
 from __future__ import annotations
 
-import contextlib
 import fnmatch
 import functools
 import inspect
@@ -369,12 +368,7 @@ def _wrapper(original: Callable[..., Any], chain: list[Callable[..., Any]]) -> C
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return chain[0](*args, **kwargs)
 
-<<<<<<< HEAD
-    # For inspect.getfullargspec, which does not look behind a wrapper.
-    with contextlib.suppress(TypeError, ValueError):
-=======
     with suppress(TypeError, ValueError):  # inspect.getfullargspec does not follow __wrapped__
->>>>>>> h/engine
         wrapper.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
     return wrapper
 

@@ -541,7 +541,7 @@ def _to_upstream(
             ID,
             f"the model's {model.described} is left out of the loss, since upstream's own forward computes it ({obstacle.text}): "
             f"log-probabilities differ from the model's; train this model without Liger's loss",
-            kind=f"left out by upstream's own forward: {dropped}",
+            kind=f"left out by upstream's own forward: {model.described}",
         )
     if not obstacle.mistake:
         return proceed(*args, **kwargs)
