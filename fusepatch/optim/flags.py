@@ -133,7 +133,7 @@ def _fused(
                     "kept", f"fused={value} from {group.source} kept (it beats FUSEPATCH_OPTIMIZER_FUSED={int(asked)})"
                 )
             )
-        if value and group.verdict.memory is not None:
+        if value and group.verdict.wrong is not None:
             notes.append(_wrong(group, "pass fused=False"))
         return value, foreach, False
     if foreach_asked and foreach:
@@ -156,7 +156,7 @@ def _fused_on_request(
             Note("kept", f"foreach={foreach} from {group.source} kept (it excludes fused and beats {variable})")
         )
         return None, foreach, False
-    obstacle = obstacle or group.verdict.obstacle or group.verdict.memory
+    obstacle = obstacle or group.verdict.obstacle or group.verdict.wrong
     if obstacle is not None:
         notes.append(Note("refused", f"{variable} was not followed: {obstacle}; torch's own default is left"))
         return None, foreach, False
@@ -169,17 +169,17 @@ def _wrong(group: Group, action: str) -> Note:
     """What is said of a `fused=True` that is not ours and stays, where the kernel presumes what does not hold."""
     return Note(
         "warning",
-        f"fused=True from {group.source} left as it is, but {group.verdict.memory}: torch's fused kernel takes parameters to be "
-        f"dense and apart; on the CPU it trains on wrong numbers without a word, on accelerators the step raises; {action}",
+        f"fused=True from {group.source} left as it is, but {group.verdict.wrong}: torch's fused kernel trains on wrong numbers "
+        f"without a word there, or its step raises; {action}",
     )
 
 
 def _fused_by_rule(
     group: Group, foreach: bool | None, foreach_asked: bool, value: bool | None, notes: list[Note]
 ) -> tuple[bool | None, bool | None, bool]:
-    reason = group.verdict.obstacle or group.verdict.memory or group.verdict.caution
+    reason = group.verdict.obstacle or group.verdict.wrong or group.verdict.caution
     if value:
-        if group.verdict.obstacle is None and group.verdict.memory is not None:
+        if group.verdict.obstacle is None and group.verdict.wrong is not None:
             notes.append(_wrong(group, "FUSEPATCH_OPTIMIZER_FUSED=0 takes it away"))
         elif reason is not None:
             notes.append(

@@ -512,8 +512,7 @@ def _look(
         managed.warned = True
         ledger.warn_once(
             f"{ID}: {managed.subject}, at a step: fused=True is not this patch's and stays, but {reason}: torch's fused kernel "
-            f"takes parameters, gradients and states to be dense and laid out alike; on the CPU it trains on wrong numbers without "
-            f"a word, on accelerators the step raises; pass fused=False, or FUSEPATCH_OPTIMIZER_FUSED=0 where a framework passes it"
+            f"trains on wrong numbers without a word there, or its step raises; pass fused=False, or FUSEPATCH_OPTIMIZER_FUSED=0 where a framework passes it"
         )
 
 
@@ -531,8 +530,8 @@ def _before(optimizer: Any, managed: _Managed, group: dict[str, Any], ours: bool
     devices = _devices(optimizer.param_groups)
     verdict = capability.fused(type(optimizer), managed.name, parameters, bool(group.get("differentiable")), devices)
     if not ours:
-        return verdict.memory
-    reason = verdict.obstacle or verdict.memory or (verdict.caution if _request().fused is not True else None)
+        return verdict.wrong
+    reason = verdict.obstacle or verdict.wrong or (verdict.caution if _request().fused is not True else None)
     unmade = [parameter for parameter in parameters if parameter.is_meta]
     if reason is None and any(parameter.grad is not None for parameter in unmade):
         reason = "its parameters are still on the meta device"

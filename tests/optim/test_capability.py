@@ -40,6 +40,7 @@ def fused_step(name: str, parameters: list[Any]) -> None:
 def test_floating_parameters_can_be_fused(name: str, dtype: Any) -> None:
     verdict = judge(name, [parameter(dtype)])
     assert (verdict.obstacle, verdict.caution) == (None, None)
+    assert (verdict.wrong is None) == (name != "SGD" or dtype.itemsize > 2)
     fused_step(name, [parameter(dtype)])
 
 
@@ -104,8 +105,19 @@ def test_sparse_gradients_are_obstacles_where_seen(name: str) -> None:
 def test_memory_is_judged_apart() -> None:
     strided = torch.nn.Parameter(torch.ones(4, 4).chunk(2, dim=1)[0])
     verdict = judge("AdamW", [parameter(), strided])
-    assert "strides (4, 1)" in (verdict.memory or "")
-    assert verdict._replace(memory=None) == capability.Verdict()
+    assert "strides (4, 1)" in (verdict.wrong or "")
+    assert verdict._replace(wrong=None) == capability.Verdict()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_torchs_fused_sgd_leaves_16_bit_parameters_on_the_cpu_as_they_are(dtype: Any) -> None:
+    """https://github.com/pytorch/pytorch/issues/191763: a torch in which this fails has it mended."""
+    size = 64
+    param = parameter(dtype, size=size)
+    fused_step("SGD", [param])
+    if not torch.equal(param.detach(), torch.ones(size, dtype=dtype)):
+        pytest.skip(f"torch {torch.__version__} moves them")
+    assert "pytorch#191763" in (judge("SGD", [param]).wrong or "")
 
 
 def test_a_class_whose_steps_are_not_looked_at_is_a_caution() -> None:

@@ -509,7 +509,7 @@ def test_compiled_and_eager_steps_agree(name: str) -> None:
             assert flags(optimizer, "fused") == [(None if compiled else True,)]
             assert bool(graphs.op_count) == compiled, "torch traces no fused SGD: its step would not be compiled at all"
             results.append(torch.cat([param.detach().flatten() for param in params]))
-    torch.testing.assert_close(results[0], results[1], rtol=1e-6, atol=0)
+    torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "Adagrad"])

@@ -201,7 +201,7 @@ def test_state_dict_and_its_loading_by_keyword() -> None:
         train(optimizer)
         state = functools.partial(AdamW.state_dict, self=optimizer)()
         assert state["param_groups"][0]["fused"] is None
-        functools.partial(AdamW.load_state_dict, self=optimizer)(state)
+        functools.partial(AdamW.load_state_dict, self=optimizer)(state_dict=state)
         optimizer.load_state_dict(state_dict=state)
         assert flags(optimizer) == [(True, None)]
 
