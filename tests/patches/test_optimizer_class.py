@@ -454,6 +454,18 @@ def test_parameters_that_change_before_the_first_step_are_judged_again() -> None
         assert torch.equal(late, torch.ones(12))
 
 
+def test_parameters_are_judged_before_the_first_update_inside_backward_too() -> None:
+    from fusepatch.optim.in_backward import InBackward
+
+    with wanting("torch.optim.Muon"):
+        optimizer = trainer.construct(torch.optim.AdamW, matrix(), **TRAINER)
+        optimizer.param_groups[0]["params"][0] = late = torch.nn.Parameter(torch.ones(12))
+        InBackward(optimizer, {})
+        with pytest.raises(OptimizerClassError, match=r"at the first step: .* it takes matrices only"):
+            late.sum().backward()
+        assert torch.equal(late, torch.ones(12))
+
+
 def test_taken_out_and_put_back_the_order_is_the_same() -> None:
     with wanting("torch.optim.NAdam"):
         for patch in (ID, "optimizer.flags", ID):

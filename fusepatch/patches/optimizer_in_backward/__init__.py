@@ -44,7 +44,7 @@ PATCH = Patch(
         "a weight that backward needs after its update (it is also used detached) is an error: every update raises the version that "
         "autograd compares, and under gradient checkpointing every region that is computed again, and what it saved, is looked at",
         "settings that change in mid-run, step pre-hooks, a step that is replaced or wrapped and an optimizer that is exchanged in the "
-        "forward are errors before that step changes a parameter; the Trainer and verl's engine may exchange it between two steps",
+        "forward are errors before that step changes a parameter; a Trainer whose callback exchanges it between two steps trains on",
     ),
     limits=(
         "grad_norm is logged as 0 (transformers 5, verl) or not at all (transformers 4)",

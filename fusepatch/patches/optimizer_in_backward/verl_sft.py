@@ -42,12 +42,7 @@ def initialize(proceed: Proceed, engine: Any, *args: Any, **kwargs: Any) -> Any:
     ledger.count_call(ID)
     in_backward.refuse(ENGINE, _of_engine(engine))  # before the model is loaded
     result = proceed(engine, *args, **kwargs)
-    _attached[engine] = _attach(engine, begun=False)
-    return result
-
-
-def _attach(engine: Any, begun: bool) -> InBackward:
-    return attachment.attach(
+    _attached[engine] = attachment.attach(
         ENGINE,
         engine.optimizer,
         engine.module,
@@ -55,8 +50,8 @@ def _attach(engine: Any, begun: bool) -> InBackward:
         armed=False,
         on_skipped=_tell_skipped,
         stepped=_read_of(engine),
-        begun=begun,
     )
+    return result
 
 
 def _read_of(owner: Any) -> Callable[[], Any]:
@@ -72,9 +67,6 @@ def forward_backward_batch(
     attached = None if forward_only else _attached.get(engine)
     if attached is None:
         return proceed(engine, data, loss_function, forward_only=forward_only, **kwargs)
-    if attached.optimizer is not engine.optimizer:
-        attached.remove()
-        attached = _attached[engine] = _attach(engine, begun=True)
     token = _running.set(attached)
     attached.armed = True
     try:
