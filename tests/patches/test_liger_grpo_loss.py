@@ -442,22 +442,19 @@ def test_the_form_on_the_cpu_is_recorded() -> None:
     assert [(note.times, "Triton kernels run on NVIDIA GPUs" in note.text) for note in notes.fallbacks] == [(2, True)]
 
 
-def test_a_parameter_that_is_not_known_voids_what_is_assumed() -> None:
-    from fusepatch.loss import PolicyTraits
+def test_a_parameter_that_is_not_known_leaves_the_call_to_upstream(monkeypatch: pytest.MonkeyPatch) -> None:
     from fusepatch.patches.liger_grpo_loss import fused_linear_ppo
 
-    bound = inspect.signature(BASE.forward).bind(FUNCTION, None, None, None, None, None, None, beta=0.0)
-    bound.apply_defaults()
-    call = fused_linear_ppo._Call(FUNCTION, None, bound.arguments, BASE.forward)
-    assert not fused_linear_ppo._traits(call).masked_rows_matter
-    known = fused_linear_ppo.KNOWN_PARAMETERS
-    try:
-        fused_linear_ppo.KNOWN_PARAMETERS = known - {"epsilon_low"}
-        assert not fused_linear_ppo._traits(call).masked_rows_matter
-        call.arguments["epsilon_low"] = 0.3
-        assert fused_linear_ppo._traits(call) == PolicyTraits()
-    finally:
-        fused_linear_ppo.KNOWN_PARAMETERS = known
+    monkeypatch.setattr(fused_linear_ppo, "KNOWN_PARAMETERS", fused_linear_ppo.KNOWN_PARAMETERS - {"epsilon_low"})
+    with patched():
+        run(Case(), KIND)
+        assert not left_to_upstream()
+        loss = kit.build(Case(), KIND)
+        loss.epsilon_low = 0.3
+        loss(**kit.arguments(Case(), tensors(), KIND))
+        assert left_to_upstream() == [
+            "upstream's own forward: epsilon_low is in use, an argument that is not known here"
+        ]
 
 
 # Backward
@@ -657,61 +654,6 @@ def test_what_existed_before_the_patch_is_reached() -> None:
             loss, _ = apply(*first, *tail)
             torch.testing.assert_close(loss.detach(), theirs, rtol=5e-6, atol=1e-7)
             assert record().calls == calls
-
-
-def squares(values: Any, advantages: Any, full_attention_mask: Any) -> Any:
-    """A loss over masked tokens too, with a metric for each sequence."""
-    own = -(values * values * advantages.unsqueeze(1)).sum(-1)
-    return own.sum() / full_attention_mask.numel(), [own.detach().mean() * 0 + 1, own.detach()]
-
-
-class Squares(FUNCTION):  # type: ignore[misc, valid-type]
-    @staticmethod
-    def ppo_loss_fn(
-        per_token_logps: Any, attention_mask: Any, advantages: Any, full_attention_mask: Any, **_: Any
-    ) -> Any:
-        return squares(per_token_logps, advantages, full_attention_mask)
-
-
-class OnlyKeywords(FUNCTION):  # type: ignore[misc, valid-type]
-    @staticmethod
-    def ppo_loss_fn(**given: Any) -> Any:
-        return squares(given["per_token_logps"], given["advantages"], given["full_attention_mask"])
-
-
-@pytest.mark.skipif(
-    "per_token_logps" not in inspect.signature(FUNCTION.ppo_loss_fn).parameters, reason="this Liger is older than 0.8"
-)
-def test_a_subclass_with_a_policy_of_its_own() -> None:
-    def call(function: Any) -> tuple[torch.Tensor, Any, torch.Tensor]:
-        given = tensors()
-        hidden = given["hidden"].clone().requires_grad_()
-        values = {
-            "_input": hidden,
-            "weight": given["weight"],
-            "selected_token_ids": given["ids"],
-            "attention_mask": given["mask"],
-            "advantages": given["advantages"],
-            "beta": 0.0,
-            "compiled": False,
-            "use_ref_model": False,
-        }
-        parameters = inspect.signature(function.forward).parameters.values()
-        loss, metrics = function.apply(*[values.get(p.name, p.default) for p in parameters if p.name != "ctx"])
-        loss.backward()
-        return loss.detach(), metrics, hidden.grad
-
-    expected = {function: call(function) for function in (Squares, OnlyKeywords)}
-    with patched():
-        ours = call(Squares)
-        assert not left_to_upstream()
-        # The scalar metric is added up over upstream's chunks, of which there is one here.
-        assert float(ours[1][0]) == 1.0
-        assert float(expected[Squares][1][0]) == float(kit.BATCH)
-        torch.testing.assert_close((ours[0], ours[1][1], ours[2]), (lambda t: (t[0], t[1][1], t[2]))(expected[Squares]))
-        assert float(ours[2][tensors()["mask"] == 0].abs().max()) > 0
-        torch.testing.assert_close(call(OnlyKeywords), expected[OnlyKeywords])
-        assert "takes other arguments" in left_to_upstream()[0]
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

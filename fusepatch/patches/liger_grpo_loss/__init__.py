@@ -66,7 +66,8 @@ PATCH = Patch(
         "gradients are made for the inputs that require one, and none under no_grad or inference_mode; a frozen head costs no "
         "memory of its size",
         "masked tokens, and sequences whose advantage is 0 where beta is 0, are not computed where they cannot matter",
-        "LigerFusedLinearPPOBase.backward scales without comparing on the host, and in place where the graph is freed",
+        "LigerFusedLinearPPOBase.backward scales without comparing on the host, and in place where the graph is freed and no "
+        "saved-tensor hooks were set when it was built",
         "a head that is a DTensor (FSDP2) is gathered for the forward, its gradient averaged over the ranks and sharded again",
         "in TRL 0.17 to 1.13, the soft cap or logit scale of the trained model reaches the loss",
         "an adapter on lm_head, and an enabled auxiliary router loss, both of which the fused loss leaves out, are warned of "
@@ -74,9 +75,12 @@ PATCH = Patch(
     ),
     limits=(
         "upstream's own forward takes, with the reason recorded: advantages that are not [B], both references given, arguments "
-        "that upstream refuses, a ppo_loss_fn with unknown arguments, ROCm, XPU, NPU and MPS",
-        "NaN or infinity at masked positions, and an infinite ratio where the advantage is 0, make upstream's loss NaN and leave "
-        "this one finite",
+        "that upstream refuses, tensors of another shape or on another device than the plain one (a ref_bias that is longer than the "
+        "vocabulary), a ppo_loss_fn with unknown arguments, ROCm, XPU, NPU and MPS",
+        "rows that are not computed (masked tokens, and sequences of advantage 0 where beta is 0) are not looked at: NaN or infinity "
+        "in their hidden states, log-probabilities or sampling ratios makes upstream's loss NaN and leaves this one finite; in every "
+        "other row it gives what upstream gives, a loss and gradients that are not finite, whether or not the head is frozen (a "
+        "selected token of probability 0 under vespo with a trainable head: NaN, where upstream's weight is 0)",
         "dapo, cispo and vespo without num_items_in_batch sum the number of tokens over all ranks once per call, upstream once "
         "per chunk of sequences: all ranks must be patched, or none",
         "with Liger 0.6.4 to 0.8.0 and several ranks, those three loss types take one matrix product more for a trainable head",

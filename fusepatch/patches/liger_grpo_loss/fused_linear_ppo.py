@@ -10,17 +10,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import os
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fusepatch import settings
 from fusepatch.engine import ledger
-from fusepatch.engine.patch import Proceed
+from fusepatch.engine.patch import Proceed, Target
 from fusepatch.errors import FusepatchError
-from fusepatch.patches.liger_grpo_loss import sharded
-from fusepatch.patches.liger_grpo_loss.model_logits import model_logits
+from fusepatch.patches.liger_grpo_loss import own_code, sharded
+from fusepatch.patches.liger_grpo_loss.model_logits import ModelLogits, model_logits
 
 if TYPE_CHECKING:
     import torch
@@ -92,6 +91,9 @@ NORMALISED_OVER_RANKS = ("dapo", "cispo", "vespo")
 """Loss types whose `ppo_loss_fn` sums the number of tokens over all ranks, unless it is given `num_items_in_batch`."""
 
 
+UPSTREAM = "upstream's own forward: "
+
+
 class LossUnavailableError(FusepatchError, RuntimeError):
     """The loss that was asked for cannot be computed in this call, and no other way would be right."""
 
@@ -114,6 +116,7 @@ class _Call(NamedTuple):
     ctx: Any
     arguments: Mapping[str, Any]
     original: Any
+    model: ModelLogits = ModelLogits()
 
     def get(self, name: str, absent: Any = None) -> Any:
         return self.arguments.get(name, absent)
@@ -132,23 +135,28 @@ def forward(proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
     """Handler of the base's `forward(cls, ctx, ...)`: returns the loss and the metrics as upstream does."""
     ledger.count_call(ID)
     if settings.current().grpo_loss == "keep":
-        return _to_upstream(proceed, args, kwargs, _Obstacle("FUSEPATCH_GRPO_LOSS=keep"))
+        ledger.fallback(ID, f"{UPSTREAM}FUSEPATCH_GRPO_LOSS=keep")
+        return proceed(*args, **kwargs)
     original = proceed.target.original
     try:
         bound = _signature(original).bind(*args, **kwargs)
     except TypeError:
         return proceed(*args, **kwargs)
     bound.apply_defaults()
-    call = _Call(bound.arguments["cls"], bound.arguments["ctx"], bound.arguments, original)
-    obstacle = _obstacle(call)
+    model = model_logits(*(bound.arguments[name] for name in ("_input", "weight", "bias")))
+    model.report()
+    call = _Call(bound.arguments["cls"], bound.arguments["ctx"], bound.arguments, original, model)
+    obstacle = _not_known(call, proceed.target) or _obstacle(call)
     if obstacle is not None:
-        return _to_upstream(proceed, args, kwargs, obstacle)
+        return _to_upstream(proceed, args, kwargs, model, obstacle)
     try:
         with _hooks_of_others_off():
             result = _compute(call)
     except _PolicyRaisedError as raised:
         error = raised.__cause__
-        return _to_upstream(proceed, args, kwargs, _Obstacle(f"ppo_loss_fn raised {type(error).__name__}: {error}"))
+        return _to_upstream(
+            proceed, args, kwargs, model, _Obstacle(f"ppo_loss_fn raised {type(error).__name__}: {error}")
+        )
     return _finished(call, result)
 
 
@@ -157,7 +165,7 @@ def backward(proceed: Proceed, ctx: Any, grad_output: Any, *grad_metrics: Any) -
 
     Also serves graphs that upstream's forward has built: the saved tensors have the same layout.
     """
-    if settings.current().grpo_loss == "keep":
+    if settings.current().grpo_loss == "keep" or not own_code.is_own(proceed.target):
         return proceed(ctx, grad_output, *grad_metrics)
     from fusepatch.loss import scale_gradients
 
@@ -189,7 +197,8 @@ def _save(call: _Call, gradients: Gradients) -> None:
     # Upstream's backward up to 0.8.3 multiplies the first two whatever they are. With something to multiply in their
     # place, a graph that was built here outlives the patch. Backward runs, too, where only another input asks for a gradient.
     placeholder = call.get("_input").new_empty(0)
-    made = (gradients.hidden, gradients.weight, gradients.bias)
+    hidden_gradient = None if gradients.hidden is None else gradients.hidden.to(placeholder.dtype)
+    made = (hidden_gradient, gradients.weight, gradients.bias)
     hidden, weight, bias = (placeholder if gradient is None else gradient for gradient in made)
     call.ctx.fusepatch_shared = saved_tensors_are_shared()
     call.ctx.save_for_backward(hidden, weight, bias if call.get("bias") is not None else None)
@@ -222,9 +231,10 @@ def _compute(call: _Call) -> PolicyLoss:
         ratio = ratio.unsqueeze(-1)
     reference = call.get("ref_per_token_logps") if call.reference_is_used else None
     weight, bias = sharded.gather_head(call.ctx, call.get("weight"), call.get("bias"))
+    hidden = call.get("_input")
     try:
         return linear_policy_loss(
-            call.get("_input"),
+            hidden.float() if call.model.float32_head else hidden,
             weight,
             call.get("selected_token_ids"),
             call.get("attention_mask"),
@@ -284,7 +294,7 @@ def _is_wanted(call: _Call, name: str, index: int) -> bool:
 def _reference_head(call: _Call) -> ReferenceHead | None:
     from fusepatch.loss import ReferenceHead
 
-    if not _reference_is_computed(call) or (_policy_is_upstreams(call) and call.get("beta") == 0.0):
+    if not _reference_is_computed(call) or call.get("beta") == 0.0:
         return None
     weight, bias = sharded.gather_reference(call.get("ref_weight"), call.get("ref_bias"))
     return ReferenceHead(call.get("ref_input"), weight, bias)
@@ -293,19 +303,16 @@ def _reference_head(call: _Call) -> ReferenceHead | None:
 def _logit_map(call: _Call) -> LogitMap:
     from fusepatch.loss import LogitMap
 
-    model = model_logits()
     return LogitMap(
         temperature=call.get("temperature", 1.0),
-        logit_scale=model.scale,
-        final_logit_softcapping=model.final_logit_softcapping,
+        logit_scale=call.model.map.scale,
+        final_logit_softcapping=call.model.map.cap,
     )
 
 
 def _traits(call: _Call) -> PolicyTraits:
-    from fusepatch.loss import PolicyTraits, policy_traits
+    from fusepatch.loss import policy_traits
 
-    if not _policy_is_upstreams(call) or _uses_unknown_parameter(call):
-        return PolicyTraits()
     return policy_traits(
         call.get("loss_type", "bnpo"),
         call.get("importance_sampling_level", "token"),
@@ -315,24 +322,28 @@ def _traits(call: _Call) -> PolicyTraits:
     )
 
 
-def _policy_is_upstreams(call: _Call) -> bool:
-    """Whether the policy is the one that upstream defines beside its base: asked of the code, which no wrapper copies."""
-    code = getattr(call.cls.ppo_loss_fn, "__code__", None)
-    if code is None or code.co_name != "ppo_loss_fn":
-        return False
-    folder: str = os.path.dirname(call.original.__code__.co_filename)
-    return folder == str(os.path.dirname(code.co_filename))
+def _not_known(call: _Call, target: Target) -> _Obstacle | None:
+    """Why nothing may be assumed about the policy or the model's logits: only upstream's own forward cuts the batch and the
+    log-probabilities as such a policy expects.
+    """
+    if not call.model.understood:
+        return _Obstacle("the model's logits are not what its lm_head gives")
+    replaced = own_code.replaced_in(call.cls, target)
+    if replaced is not None:
+        return _Obstacle(replaced)
+    unknown = _unknown_parameter_in_use(call)
+    return None if unknown is None else _Obstacle(f"{unknown} is in use, an argument that is not known here")
 
 
-def _uses_unknown_parameter(call: _Call) -> bool:
+def _unknown_parameter_in_use(call: _Call) -> str | None:
     defaults = _signature(call.original).parameters
     plain = (type(None), bool, int, float, str)
     for name, value in call.arguments.items():
         if name not in KNOWN_PARAMETERS:
             default = defaults[name].default
             if not (value is default or (isinstance(value, plain) and value == default)):
-                return True
-    return False
+                return name
+    return None
 
 
 def _collective_in_policy(call: _Call) -> bool:
@@ -348,8 +359,7 @@ def _global_number_of_items(call: _Call) -> torch.Tensor | None:
     """
     import torch
 
-    known = "num_items_in_batch" in call.arguments and _policy_is_upstreams(call)
-    if not known or not _collective_in_policy(call):
+    if "num_items_in_batch" not in call.arguments or not _collective_in_policy(call):
         return None
     count: torch.Tensor = call.get("attention_mask").to(torch.float32).sum()
     torch.distributed.all_reduce(count, op=torch.distributed.ReduceOp.SUM)
@@ -522,13 +532,14 @@ def _wrong(name: str, tensor: torch.Tensor, wanted: str) -> _Obstacle:
     return _Obstacle(f"{name} has shape {tuple(tensor.shape)}, wanted {wanted}", mistake=True)
 
 
-def _to_upstream(proceed: Proceed, args: tuple[Any, ...], kwargs: Mapping[str, Any], obstacle: _Obstacle) -> Any:
-    ledger.fallback(ID, f"upstream's own forward: {obstacle.text}")
-    dropped = model_logits().described
-    if dropped:
+def _to_upstream(
+    proceed: Proceed, args: tuple[Any, ...], kwargs: Mapping[str, Any], model: ModelLogits, obstacle: _Obstacle
+) -> Any:
+    ledger.fallback(ID, f"{UPSTREAM}{obstacle.text}")
+    if model.described:
         ledger.refused(
             ID,
-            f"the model's {dropped} is left out of the loss, since upstream's own forward computes it ({obstacle.text}): "
+            f"the model's {model.described} is left out of the loss, since upstream's own forward computes it ({obstacle.text}): "
             f"log-probabilities differ from the model's; train this model without Liger's loss",
         )
     if not obstacle.mistake:
