@@ -16,7 +16,7 @@ from fusepatch.loss.arguments import check_head, check_targets, check_tensor
 from fusepatch.loss.backend import Backend
 from fusepatch.loss.chunks import RowPlan, ranges, whole_sequences
 from fusepatch.loss.gradient_storage import first_columns_pass, group_rows, serves
-from fusepatch.loss.left_out import (
+from fusepatch.loss.left_out_rows import (
     fixed_coefficients_of,
     neutral_log_probabilities,
     neutral_ratio,
@@ -151,7 +151,7 @@ def linear_policy_loss(
         weight: [V, H]. A dtype that differs from the one of the matrix products costs a copy.
         targets: int64 or int32 [B, T]. Outside [0, V) a target counts as one whose logit is 0.
         mask: [B, T], any dtype. Which rows are left out by it and by the advantages, and what becomes of NaN and infinity, is
-            the rule of :mod:`fusepatch.loss.left_out`.
+            the rule of :mod:`fusepatch.loss.left_out_rows`.
         advantages: [B].
         wanted: which gradients to make; ``Wanted(False, False, False)`` where autograd will not ask for any
             (``len(ctx.next_functions) == 0``).
@@ -201,21 +201,16 @@ def linear_policy_loss(
     )
     call = _Call(head, rows, row_targets, inputs, policy, traits)
     if not wanted.any:
-        result = _evaluate(call)
-    elif not wanted.parameters:
-        result = _hidden_only(call)
-    elif prefer == "memory":
-        result = _saving_memory(call, wanted)
-    elif traits.fixed_coefficients:
-        result = _fixed(call, wanted)
-    elif plan.rows <= head.group_rows:
-        result = _one_group(call, wanted)
-    else:
-        result = _by_groups(call, wanted)
-    if mask.numel() == 0:
-        # Some loss types divide by the number of sequences; the sum over nothing is nothing.
-        result = replace(result, loss=torch.zeros_like(result.loss))
-    return result
+        return _evaluate(call)
+    if not wanted.parameters:
+        return _hidden_only(call)
+    if prefer == "memory":
+        return _saving_memory(call, wanted)
+    if traits.fixed_coefficients:
+        return _fixed(call, wanted)
+    if plan.rows <= head.group_rows:
+        return _one_group(call, wanted)
+    return _by_groups(call, wanted)
 
 
 def scale_gradients(

@@ -61,7 +61,7 @@ def run(sampled: dict[str, Any], seed: int, numbers: Iterable[int], seconds: flo
     counts = dict.fromkeys(sampled, 0)
     found = None
     end = time.monotonic() + seconds
-    for number, (name, module) in itertools.product(numbers, sampled.items()):
+    for number, (name, module) in ((number, entry) for number in numbers for entry in sampled.items()):
         if time.monotonic() > end:
             break
         found = failure(name, module, f"{seed} {number}")

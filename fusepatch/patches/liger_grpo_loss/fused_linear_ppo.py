@@ -197,8 +197,8 @@ def _save(call: _Call, gradients: Gradients) -> None:
     # Upstream's backward up to 0.8.3 multiplies the first two whatever they are. With something to multiply in their
     # place, a graph that was built here outlives the patch. Backward runs, too, where only another input asks for a gradient.
     placeholder = call.get("_input").new_empty(0)
-    grad_hidden = None if gradients.hidden is None else gradients.hidden.to(placeholder.dtype)
-    made = (grad_hidden, gradients.weight, gradients.bias)
+    hidden_gradient = None if gradients.hidden is None else gradients.hidden.to(placeholder.dtype)
+    made = (hidden_gradient, gradients.weight, gradients.bias)
     hidden, weight, bias = (placeholder if gradient is None else gradient for gradient in made)
     call.ctx.fusepatch_shared = saved_tensors_are_shared()
     call.ctx.save_for_backward(hidden, weight, bias if call.get("bias") is not None else None)
