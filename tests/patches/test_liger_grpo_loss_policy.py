@@ -231,7 +231,7 @@ def test_a_backward_of_someone_elses_is_called(monkeypatch: pytest.MonkeyPatch) 
     with patched():
         kit.assert_equal(run(CASE, KIND), expected, tolerance=0.0)
         assert ["LigerFusedLinearPPOBase.backward has been replaced" in text for text in left_to_upstream()] == [True]
-    assert len(seen) == 2
+    assert seen == [pytest.approx(0.7)] * 2
 
 
 def test_what_was_seen_to_be_ligers_own_is_not_compared_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,3 +257,12 @@ def test_a_module_without_its_source_is_not_recognised(monkeypatch: pytest.Monke
             ]
     finally:
         own_code._from_source.cache_clear()
+
+
+def test_a_way_to_compute_it_that_the_user_chose_is_not_dropped_in_silence(caplog: pytest.LogCaptureFixture) -> None:
+    with patched(FUSEPATCH_GRPO_LOSS="torch"):
+        call(MeanOfItsChunk)
+        call(MeanOfItsChunk)
+    assert caplog.text.count("FUSEPATCH_GRPO_LOSS=torch cannot be followed in this call") == 1
+    with patched(FUSEPATCH_GRPO_LOSS="torch", FUSEPATCH_STRICT="1"), pytest.raises(fusepatch.StrictError):
+        call(MeanOfItsChunk)

@@ -535,7 +535,14 @@ def _wrong(name: str, tensor: torch.Tensor, wanted: str) -> _Obstacle:
 def _to_upstream(
     proceed: Proceed, args: tuple[Any, ...], kwargs: Mapping[str, Any], model: ModelLogits, obstacle: _Obstacle
 ) -> Any:
-    ledger.fallback(ID, f"{UPSTREAM}{obstacle.text}")
+    wanted = settings.current().grpo_loss
+    if wanted == "auto" or obstacle.mistake:
+        ledger.fallback(ID, f"{UPSTREAM}{obstacle.text}")
+    else:
+        ledger.refused(
+            ID,
+            f"{UPSTREAM}{obstacle.text}; FUSEPATCH_GRPO_LOSS={wanted} cannot be followed in this call; unset the variable",
+        )
     if model.described:
         ledger.refused(
             ID,
