@@ -531,10 +531,15 @@ def test_a_fault_that_cannot_be_printed_is_recorded_too(counting: Callable[..., 
             proceed(*args, **kwargs)
         raise UnprintableError
 
-    module, error = counting(broken), ValueError("upstream's")
-    assert module.scale(1) == 1
-    with pytest.raises(ValueError, match="upstream's"):
-        module.scale(error)
+    module = counting(broken)
+
+    def outcome(value: object) -> object:
+        try:
+            return module.scale(value)
+        except Exception as error:  # pytest could not print it either
+            return type(error).__name__
+
+    assert (outcome(1), outcome(ValueError("upstream's"))) == (1, "ValueError")
     assert all("UnprintableError, which cannot be printed" in note.text for note in ledger.fallbacks("p"))
 
 
