@@ -243,6 +243,26 @@ def test_one_step_for_several_parameters_is_left_to_torch() -> None:
         same(parameters, run(lambda kind, *args, **kwargs: kind(*args, **kwargs)))
 
 
+@pytest.mark.parametrize("later", ["parameters", "gradients"])
+def test_the_steps_counted_so_far_go_on_in_an_unfused_ones_way(later: str) -> None:
+    """float64 stands for the device here: an unfused step is counted in torch's default dtype, a fused one in float32."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        with active():
+            parameter = torch.nn.Parameter(numbers(3, 4))
+            optimizer = verl.construct(torch.optim.AdamW, [parameter], lr=0.1)
+            train(optimizer, 2)
+            if later == "parameters":
+                parameter.data = parameter.data.t().contiguous().t()[:, ::2]
+                optimizer.state[parameter].update(exp_avg=numbers(3, 2), exp_avg_sq=numbers(3, 2).abs())
+            train(optimizer, 1, layout=transposed)
+            (state,) = optimizer.state.values()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert flags(optimizer, "fused") == [(None,)]
+    assert (state["step"].dtype, state["step"].item()) == (torch.float64, 3.0)
+
+
 def test_groups_that_are_added_are_looked_at_too() -> None:
     with active():
         optimizer = verl.construct(torch.optim.AdamW, [torch.nn.Parameter(numbers(3))], lr=0.1)
