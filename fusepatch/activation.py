@@ -72,6 +72,9 @@ def deactivate(id: str | None = None) -> None:
         for patch, site in _sites():
             if patch.id in wanted and patch.id not in _disabled:
                 _remove(patch, site)
+        for patch in PATCHES:
+            if patch.id in wanted and patch.when_removed is not None:
+                patch.when_removed()
         _taken_out |= wanted
         if id is None:
             _active = False

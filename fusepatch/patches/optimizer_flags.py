@@ -80,6 +80,15 @@ class _Managed:
         present = {flag: values[flag] for flag in FLAGS if values.get(flag) is not None}
         return {flag: Passed(value, value not in self.own.get(flag, ())) for flag, value in present.items()}
 
+    def passed_for(self, own: Mapping[str, Any] | None) -> dict[str, Passed]:
+        """The flags that a group was passed: its own values, else the call's."""
+        return {**self.passed, **self.passed_in(own or {})}
+
+    def value_of(self, flag: str, own: Mapping[str, Any] | None) -> Any:
+        """What was passed for a flag of a group, None where nothing was."""
+        passed = self.passed_for(own).get(flag)
+        return passed.value if passed is not None else None
+
     def plain_of(self, group: dict[str, Any]) -> Mapping[str, Any]:
         """`fused` and `foreach` as a group would have them without this patch."""
         return next((flags for known, flags in self.plain if known is group), self.plain_call)
@@ -258,6 +267,7 @@ def _request() -> Request:
 def _decide_all(optimizer: Any, managed: _Managed, call: _Call) -> list[tuple[Decision, Mapping[str, Any]]]:
     """Decide every group and write the call; returns each group's decision, and its flags as they would be without it."""
     from fusepatch.optim import groups
+    from fusepatch.optim.flags import FLAGS
 
     arrived = call.passed()
     members = groups.members(arrived.get("params"))
@@ -274,8 +284,11 @@ def _decide_all(optimizer: Any, managed: _Managed, call: _Call) -> list[tuple[De
         for index, decision in enumerate(decisions):
             managed.tell(decision.notes, f", param group {index}")
     plain = [{**managed.plain_call, **_flags_in(member.own)} for member in members]
-    for flag in ("fused", "foreach", "eps"):
-        wanted = [_in_call(decision, flag) for decision in decisions]
+    for flag in FLAGS:
+        given = [managed.value_of(flag, member.own) for member in members]
+        wanted = [_in_call(decision, flag, value) for decision, value in zip(decisions, given, strict=True)]
+        if wanted == given:
+            continue  # the constructor checks what the caller passed
         if all(value == wanted[0] for value in wanted):
             call.write(flag, wanted[0])
         elif flag != "eps":
@@ -288,9 +301,9 @@ def _decide_all(optimizer: Any, managed: _Managed, call: _Call) -> list[tuple[De
     return list(zip(decisions, plain, strict=True))
 
 
-def _in_call(decision: Decision, flag: str) -> Any:
+def _in_call(decision: Decision, flag: str, given: Any) -> Any:
     """What the constructor is given for a flag: a `fused=True` that was chosen here comes into the group later."""
-    return None if flag == "fused" and decision.chosen else getattr(decision, flag)
+    return given if flag == "fused" and decision.chosen else getattr(decision, flag)
 
 
 def _flags_in(own: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -314,8 +327,9 @@ def _decide(
             managed.name, tensors, scalars, bool(at.get("differentiable")), bool(at.get("capturable"))
         )
     eps = managed.takes["eps"].default if "eps" in managed.takes else None
-    passed = {**managed.passed, **managed.passed_in(own)}
-    group = flags.Group(passed, frozenset(managed.takes), eps, verdict, obstacle, managed.name, managed.caller)
+    group = flags.Group(
+        managed.passed_for(own), frozenset(managed.takes), eps, verdict, obstacle, managed.name, managed.caller
+    )
     decision = flags.decide(group, request)
     if request.eps is not None and decision.eps == request.eps and not decision.fused:
         dtype = capability.becomes_zero(request.eps, tensors)
@@ -333,8 +347,9 @@ def _write_group(own: dict[str, Any] | None, decision: Decision, defaults: Mappi
     if own is None:
         return
     for flag in ("fused", "foreach"):
-        wanted = _in_call(decision, flag)
-        if own.get(flag, defaults.get(flag)) != wanted:
+        now = own.get(flag, defaults.get(flag))
+        wanted = _in_call(decision, flag, now)
+        if now != wanted:
             own[flag] = wanted
     if decision.eps is not None and own.get("eps", defaults.get("eps")) != decision.eps:
         own["eps"] = decision.eps
@@ -478,7 +493,7 @@ def init_group(proceed: Proceed, optimizer: Any, group: Any, *args: Any, **kwarg
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     managed.looking = True  # where AdamW inherits Adam's, both are wrapped
     try:
-        _look(optimizer, managed, group, lambda: _before(optimizer, managed, group, ours))
+        _look(optimizer, managed, group, lambda: _before(optimizer, managed, group, ours), [])
         result = proceed(optimizer, group, *args, **kwargs)
         lists = {name: value for name, value in given.items() if isinstance(value, list)}
         if ours and not group.get("fused") and _is_traced():
@@ -495,7 +510,7 @@ def _look(
     managed: _Managed,
     group: dict[str, Any],
     why_not: Callable[[], str | None],
-    steps: Sequence[Any] = (),
+    steps: list[Any],
 ) -> None:
     """Take `fused` from a group where there is a reason why not; a fault of our own is one."""
     if not group.get("fused"):
@@ -593,8 +608,33 @@ def _laid_out(optimizer: Any, parameters: Sequence[Any], states: list[Any]) -> b
     return layout.unlike(parameters, states, "") is None
 
 
-def _fall_back(optimizer: Any, managed: _Managed, group: dict[str, Any], reason: str, steps: Sequence[Any]) -> None:
+def _fall_back(optimizer: Any, managed: _Managed, group: dict[str, Any], reason: str, steps: list[Any]) -> None:
     """Go on as the framework constructed it, from this step on, and say why."""
+    _unfuse(optimizer, managed, group, steps)
+    text = f"{managed.subject}, at a step"
+    if _request().fused is True:
+        ledger.refused(
+            ID, f"{text}: FUSEPATCH_OPTIMIZER_FUSED=1 was not followed: {reason}; torch's own default is left"
+        )
+    else:
+        ledger.fallback(ID, f"{text}: not fused: {reason}")
+
+
+def release() -> None:
+    """Make every optimizer the one that its framework constructed: without the wrappers nothing looks at its steps any more."""
+    for reference, managed in [*_managed.values()]:
+        optimizer = reference()
+        for group in optimizer.param_groups if optimizer is not None else ():
+            if managed.chose_fused(group):
+                _unfuse(optimizer, managed, group, [])
+    _managed.clear()
+
+
+def _unfuse(optimizer: Any, managed: _Managed, group: dict[str, Any], steps: list[Any]) -> None:
+    """Give a group the flag that it would have without this patch, and its states the steps of an unfused one.
+
+    `steps` is the list of them that the step under way has gathered already.
+    """
     parameters = group["params"]
     for known, plain in managed.plain:
         # A group that is a view of one parameter (the step inside backward) stands for the whole one.
@@ -606,15 +646,8 @@ def _fall_back(optimizer: Any, managed: _Managed, group: dict[str, Any], reason:
         if own:
             moved = _with_plain_step(own, group)
             if moved is not own:
-                steps[:] = [moved["step"] if step is own["step"] else step for step in steps]  # type: ignore[index]
+                steps[:] = [moved["step"] if step is own["step"] else step for step in steps]
                 own["step"] = moved["step"]
-    text = f"{managed.subject}, at a step"
-    if _request().fused is True:
-        ledger.refused(
-            ID, f"{text}: FUSEPATCH_OPTIMIZER_FUSED=1 was not followed: {reason}; torch's own default is left"
-        )
-    else:
-        ledger.fallback(ID, f"{text}: not fused: {reason}")
 
 
 def _is_traced() -> bool:
@@ -636,6 +669,8 @@ PATCH = Patch(
         "https://github.com/pytorch/pytorch/issues/97712",
         "https://github.com/pytorch/pytorch/issues/135340",
         "https://github.com/pytorch/pytorch/issues/188174",
+        "https://github.com/huggingface/accelerate/issues/4242",
+        "https://github.com/pytorch/pytorch/issues/191763",
     ),
     fixed_in="transformers passes fused=True from 4.54.1 with torch 2.8 and its default optim; no verl or Trinity-RFT does",
     remove_when="torch chooses the fused kernel by itself, and load_state_dict leaves the flag alone",
@@ -648,12 +683,17 @@ PATCH = Patch(
     requested_by="",
     changes=(
         "an optimizer of torch that transformers, TRL, verl, Trinity-RFT, LLaMA-Factory, axolotl, ms-swift or AReaL constructs "
-        "without saying gets fused=True, per param group, where class, device, dtype and mesh allow it; where not, the "
+        "without saying gets fused=True, per param group, where class, device, dtype, mesh and memory allow it; where not, the "
         "reason is recorded",
+        "every step is looked at before the kernel runs: parameters that are dense and apart, gradients and states laid out as "
+        "their parameters; where that does not hold, the group goes on unfused, and a loaded state that only has other strides "
+        "is copied into its parameter's",
+        "loss scaling stays GradScaler's: skipped steps are seen, and schedules wait (huggingface/accelerate#4242)",
         "the variables reach those optimizers over what the framework hard-codes (fused=True and eps=1e-8 of the Trainer)",
         "fused and foreach are never both true, whoever set the other one",
         "load_state_dict leaves fused and foreach as the optimizer was constructed; learning rate, betas, eps and the state are "
         "the checkpoint's",
+        "state_dict() holds both as they would be without this patch, so that a run which resumes without it is an ordinary one",
         "groups that are added later are judged in the same way",
     ),
     limits=(
@@ -663,9 +703,12 @@ PATCH = Patch(
         "variables (adam_epsilon=1e-6, override_optimizer_config); one that equals the default cannot be told from it, so "
         'FUSEPATCH_OPTIMIZER_FUSED=0 also removes an explicit optim="adamw_torch_fused"',
         "a subclass with a constructor of its own counts as code of the module that defines it",
-        "a framework that shards parameters after it has constructed the optimizer is judged by what they were before",
-        "a framework's own fused=True stays, also where torch will refuse it at the first step; that is recorded",
-        "an optimizer that was pickled or deep-copied keeps its flags but no longer protects them in load_state_dict",
+        "a framework's own fused=True stays, also where torch will refuse it at the first step, which is recorded, or train on wrong "
+        "numbers, which is one warning",
+        "a pickle or deep copy is the optimizer that the framework constructed, without the flag; so is the optimizer itself "
+        "after fusepatch.deactivate()",
+        "a step that torch.compile compiles is not fused: the compiler fuses it in its own way",
+        "a subclass with a step or _init_group of its own is not fused by itself, for nothing looks at its steps",
         "optimizers that are not torch's (bitsandbytes, torchao, DeepSpeed's) are left alone",
     ),
     sites=(
@@ -700,4 +743,5 @@ PATCH = Patch(
             ),
         ),
     ),
+    when_removed=release,
 )

@@ -213,6 +213,12 @@ def test_torchs_own_errors_stay_torchs(bad: Any) -> None:
         verl.construct(AdamW, parameters(), no_such_argument=1)
 
 
+def test_what_the_constructor_checks_is_checked_in_what_the_caller_passed() -> None:
+    groups = [{"params": parameters(1)}, {"params": parameters(1), "foreach": False}]
+    with active(), pytest.raises(ValueError, match="lr as a Tensor"):
+        verl.construct(AdamW, groups, lr=torch.tensor(0.1), foreach=True)
+
+
 def test_constructing_is_done_once() -> None:
     built = []
 
@@ -639,7 +645,7 @@ def test_deactivating_puts_the_constructors_back() -> None:
         assert {name: vars(getattr(torch.optim, name))["__init__"] for name in CLASSES} == before
         assert flags(verl.construct(AdamW, parameters())) == [(None, None)]
         train(optimizer)
-        assert flags(optimizer) == [(True, None)], "what was built keeps its flags"
+        assert flags(optimizer) == [(None, None)], "nothing looks at its steps any more"
 
 
 @pytest.mark.parametrize("value", ["2", "yes", "True"])

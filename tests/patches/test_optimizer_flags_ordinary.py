@@ -265,6 +265,18 @@ def test_nothing_is_left_on_the_optimizer_and_nothing_is_kept_of_it() -> None:
         assert key not in optimizer_flags._managed
 
 
+def test_deactivating_leaves_ordinary_optimizers() -> None:
+    with active():
+        ours = verl.construct(AdamW, parameters(), lr=0.1)
+        theirs = trainer.construct(AdamW, parameters(), lr=0.1, fused=True)
+        train(ours)
+    with inactive():
+        assert flags(ours) == [(None, None)]
+        assert flags(theirs) == [(True, None)]
+        train(ours)
+        ours.load_state_dict(ours.state_dict())
+
+
 def test_signatures_are_read_by_the_older_ways_too() -> None:
     with inactive():
         wanted = inspect.getfullargspec(AdamW)
