@@ -150,11 +150,6 @@ def test_the_loss_is_that_of_the_models_own_logits(tmp_path: Path, family: str) 
             torch.testing.assert_close(parameter.grad, wanted[name], rtol=1e-3, atol=1e-5)
 
 
-def asked(trained: Any, dtype: torch.dtype = torch.float32) -> model_logits.ModelLogits:
-    hidden = torch.zeros(1, 2, SHAPE["hidden_size"], dtype=dtype)
-    return model_logits.ask(trained, hidden, trained.lm_head.weight, trained.lm_head.bias)
-
-
 def test_the_model_does_not_outlive_the_call(tmp_path: Path) -> None:
     with patched():
         fused(tmp_path, model("granite"))
@@ -193,7 +188,7 @@ def test_what_is_between_the_head_and_the_logits_is_found_by_asking(
     monkeypatch.setattr(model_logits, "by_name", lambda _: Map())
     trained = inkling2() if family == "inkling2" else model(family)
     for dtype in (torch.float32, torch.bfloat16):
-        found = asked(trained.to(dtype), dtype)
+        found = model_logits.read(trained.to(dtype))
         assert (found.map.scale, found.map.cap) == (scale, cap)
         assert found.understood
         assert bool(found.replaced) == bool(found.described)
@@ -201,7 +196,7 @@ def test_what_is_between_the_head_and_the_logits_is_found_by_asking(
 
 
 def test_a_configuration_without_a_cap_is_plain() -> None:
-    assert asked(model("gemma2", final_logit_softcapping=None)).map == Map()
+    assert model_logits.read(model("gemma2", final_logit_softcapping=None)).map == Map()
     assert model_logits.by_name(model("gemma2")).cap == 3.0
     assert model_logits.by_name(model("cohere")).scale == 0.3
     assert model_logits.by_name(model("granite")).scale == 0.25
@@ -211,7 +206,7 @@ def test_a_name_that_the_model_does_not_follow_is_not_believed() -> None:
     trained = model("qwen3")
     trained.config.model_type, trained.config.logit_scale = "cohere", 0.3
     assert model_logits.by_name(trained).scale == 0.3
-    assert asked(trained) == model_logits.ModelLogits()
+    assert model_logits.read(trained) == model_logits.ModelLogits()
 
 
 def test_asking_changes_nothing() -> None:
@@ -220,7 +215,7 @@ def test_asking_changes_nothing() -> None:
     trained.register_forward_hook(lambda *given: calls.append(given))
     trained.model.register_forward_hook(lambda *given: calls.append(given))
     before, modules, state = dict(vars(trained)), dict(trained._modules), torch.get_rng_state()
-    assert asked(trained).refused
+    assert model_logits.read(trained).refused
     assert vars(trained) == before
     assert trained._modules == modules
     assert torch.equal(torch.get_rng_state(), state)
@@ -274,7 +269,7 @@ def masked(logits: torch.Tensor) -> torch.Tensor:
     ids=["cap", "scale", "shape", "mask"],
 )
 def test_logits_that_nothing_explains_are_said(change: Any) -> None:
-    found = asked(with_other_logits(change))
+    found = model_logits.read(with_other_logits(change))
     if found.unchecked:
         assert "its logits have shape" in found.unchecked
     else:
@@ -309,7 +304,7 @@ class InAGroup:
 
 
 def unchecked(trained: Any) -> str:
-    found = asked(trained)
+    found = model_logits.read(trained)
     assert found.understood
     return found.unchecked.partition("lm_head's: ")[2]
 
@@ -318,8 +313,8 @@ def test_a_model_that_cannot_be_asked_is_taken_by_its_names() -> None:
     trained = model("gemma2")
     trained.forward = lambda **given: type(trained).forward(trained, **given)
     assert unchecked(trained) == "its forward has been replaced by one that is bound to something else"
-    assert asked(trained).map == Map(1.0, 3.0, "", "final_logit_softcapping")
-    assert "known by its name" in asked(trained).replaced
+    assert model_logits.read(trained).map == Map(1.0, 3.0, "", "final_logit_softcapping")
+    assert "known by its name" in model_logits.read(trained).replaced
     del trained.forward
     trained.lm_head.register_forward_hook(lambda *_: None)
     assert not unchecked(trained)
@@ -331,7 +326,7 @@ def test_a_model_that_cannot_be_asked_is_taken_by_its_names() -> None:
     compiled.lm_head.compile()
     assert unchecked(compiled) == "its Linear is compiled"
     other = model("gemma2")
-    found = model_logits.ask(other, torch.zeros(1, 1, 16), other.lm_head.weight + 1, None)
+    found = model_logits.read(other, torch.zeros(1, 1, 16), other.lm_head.weight + 1, None)
     assert "was not given the weight" in found.unchecked
     with torch.no_grad():
         other.lm_head.weight.zero_()
@@ -341,14 +336,15 @@ def test_a_model_that_cannot_be_asked_is_taken_by_its_names() -> None:
 def test_a_field_that_is_not_known_is_said_where_the_model_cannot_be_asked() -> None:
     trained = model("granite")
     trained.forward = lambda **given: type(trained).forward(trained, **given)
-    assert not asked(trained).refused
+    assert not model_logits.read(trained).refused
     trained.config.model_type = "something_new"
     assert (
-        "sets logits_scaling, which is not known here, and its logits could not be compared" in asked(trained).refused
+        "sets logits_scaling, which is not known here, and its logits could not be compared"
+        in model_logits.read(trained).refused
     )
     plain = model("qwen3")
     plain.forward = lambda **given: type(plain).forward(plain, **given)
-    assert not asked(plain).refused
+    assert not model_logits.read(plain).refused
 
 
 def test_fsdp2_is_asked_while_its_head_is_whole() -> None:
@@ -368,7 +364,7 @@ def test_fsdp2_is_asked_while_its_head_is_whole() -> None:
 
         def asking(self: Any, **given: Any) -> Any:
             type(trained).forward = forward
-            found.append(asked(self))
+            found.append(model_logits.read(self))
             return forward(self, **given)
 
         type(trained).forward = asking

@@ -125,13 +125,20 @@ def model_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
     key = (vars(model).get("forward", type(model).forward), getattr(model, "lm_head", None))
     asked = _asked.get(model)
     if asked is None or asked[:2] != key:
-        asked = _Asked(*key, ask(model, hidden, weight, bias))
+        asked = _Asked(*key, read(model, hidden, weight, bias))
         _asked[model] = asked
     return asked.found
 
 
-def ask(model: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> ModelLogits:
-    """Compare the model's own logits of a few rows with the head's, and say what is between them."""
+def read(model: Any, hidden: Any = None, weight: Any = None, bias: Any = None) -> ModelLogits:
+    """Compare the model's own logits of a few rows with the head's, and say what is between them.
+
+    hidden: hidden states of the dtype and device that the loss gets; weight, bias: the head that it gets. All three are the
+    lm_head's own where they are not given.
+    """
+    if weight is None:
+        weight, bias = model.lm_head.weight, model.lm_head.bias
+        hidden = weight
     name = type(model).__name__
     named = by_name(model)
     try:
