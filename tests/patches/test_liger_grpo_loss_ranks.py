@@ -112,6 +112,22 @@ def test_a_failure_after_the_collective_is_not_left_to_upstream() -> None:
     assert second.startswith("error: the loss could not be computed: ValueError: prefer must be")
 
 
+def longer_reference_bias(rank: int) -> tuple[Any, Any]:
+    """Upstream cuts it to the vocabulary; both ranks take upstream's own forward, with its collectives."""
+    given = uneven(rank)
+    given["ref_bias"] = torch.linspace(-1, 1, kit.VOCABULARY + 7)
+    case = Case(loss_type="dapo", beta=0.04, ref="input+bias")
+    theirs = plain(kit.run(case, KIND, given))
+    fusepatch.activate()
+    return plain(kit.run(case, KIND, given)), theirs
+
+
+@pytest.mark.skipif("num_items_in_batch" not in CALLED, reason="needs Liger 0.8.1")
+def test_a_reference_of_another_shape_under_a_process_group() -> None:
+    for ours, theirs in on_ranks(RANKS, longer_reference_bias):
+        assert ours == theirs
+
+
 def sharded_head(rank: int, bias: bool) -> Any:
     """A head in shards on two ranks: the mean over ranks of its gradients, in its own placement."""
     from torch.distributed.device_mesh import init_device_mesh
