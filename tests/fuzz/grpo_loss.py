@@ -338,7 +338,8 @@ def _with_garbage(case: Case, given: dict[str, torch.Tensor]) -> dict[str, torch
     row = tuple(where.nonzero()[0].tolist())
     if case.garbage == "forbidden token":
         token = int(given["ids"][row])
-        if token < 0:
+        # Upstream reads the logit of the first or the last token for an id outside the vocabulary, times 0: NaN for -inf.
+        if token <= 0 or token == case.vocabulary - 1:
             return given
         ids = given["ids"].clone()
         ids[ids == token] = -100
