@@ -22,7 +22,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from packaging.requirements import Requirement
+from doors.observe import DISTRIBUTIONS
 from rows import FOLDER, OPTIONS, Key, Row, enter, make_environment, make_overlay, outcomes, rows
+
+import fusepatch
+from fusepatch.engine.patch import Patch
+from fusepatch.patches import PATCHES
 
 CHECKOUT = FOLDER.parents[1]
 OUTCOMES = FOLDER / "outcomes.json"
@@ -32,6 +37,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--all", action="store_true", help="the whole matrix; without it, the chosen set")
     parser.add_argument("--rows", nargs="+", default=[], metavar="TEXT", help="only rows whose name contains a TEXT")
+    parser.add_argument("--patch", metavar="ID", help="only this patch's sites, without the doors; the rest stays as recorded")
     parser.add_argument("--list", action="store_true", help="print the names of the rows, and run nothing")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="how many rows run at once (default: 1)")
     parser.add_argument("--folder", type=Path, default=CHECKOUT / ".tox" / "rows", help="where environments are kept")
@@ -45,14 +51,18 @@ def main() -> int:
     if not chosen:
         print(f"matrix.py: no row has {' or '.join(arguments.rows)} in its name; --list shows them", file=sys.stderr)
         return 2
+    if arguments.patch is not None and not any(arguments.patch == patch for row in chosen for patch, _, _ in row.expected):
+        print(f"matrix.py: matrix.toml expects nothing of {arguments.patch} in these rows: add its table", file=sys.stderr)
+        return 2
     results: dict[str, Any] = {}
     found = []
-    for row, result in run_rows(chosen, arguments.folder, arguments.jobs):
+    for row, result in run_rows(chosen, arguments.folder, arguments.jobs, arguments.patch):
         if "failed" not in result:
             results[row.name] = result
-        found += differences(row, result)
+        found += differences(row, result, arguments.patch)
         if arguments.write:  # after every row: what has been run is kept where a later row stops the run
-            OUTCOMES.write_text(merged(results, arguments.all and not arguments.rows), encoding="utf-8")
+            everything = arguments.all and not arguments.rows and arguments.patch is None
+            OUTCOMES.write_text(merged(results, everything, arguments.patch), encoding="utf-8")
     print(f"\n{len(chosen)} rows; {len(found) or 'no'} differences from what matrix.toml expects")
     print("\n".join(found))
     return 1 if found else 0
@@ -65,32 +75,51 @@ def choose(texts: Sequence[str], everything: bool) -> list[Row]:
     return [row for row in rows() if everything or row.runs_in != "whole"]
 
 
-def run_rows(chosen: Iterable[Row], folder: Path, jobs: int) -> Iterator[tuple[Row, dict[str, Any]]]:
-    """Each row with its result as it ends, and one line printed for it; `failed` is the result of a row that cannot run."""
+def run_rows(
+    chosen: Iterable[Row], folder: Path, jobs: int, patch: str | None = None
+) -> Iterator[tuple[Row, dict[str, Any]]]:
+    """Each row with its result as it ends, and one line printed for it; `failed` is the result of a row that cannot run.
+
+    With `patch`, the result is the recorded one with that patch's sites looked at anew.
+    """
     results = folder / "results"
     results.mkdir(parents=True, exist_ok=True)
+    before = {} if patch is None else recorded()
     with ThreadPoolExecutor(jobs) as pool:
         running = []
         for row in chosen:
+            if patch is not None:
+                known = before.get(row.name)
+                if known is None:
+                    yield row, {"failed": "it has never been run as a whole, and --patch adds to what is recorded"}
+                    continue
+                if without_library(patch, known["versions"]):
+                    yield row, with_patch(known, patch, not_installed(patch))
+                    continue
             started = time.monotonic()
             python = make_environment(row, folder / "environments" / row.factor)
             overlay = [make_overlay(row.overlay, python, folder / "overlays")] if row.overlay else []
             if time.monotonic() - started > 1:
                 print(f"{row.name}: installed in {time.monotonic() - started:.0f} s", flush=True)
-            running.append(pool.submit(_run_row, row, python, [*overlay, CHECKOUT]))
+            running.append(pool.submit(_run_row, row, python, [*overlay, CHECKOUT], patch, before.get(row.name)))
         for future in as_completed(running):
             row, result, seconds = future.result()
             (results / f"{row.name}.json").write_text(as_json(result), encoding="utf-8")
-            wrong = differences(row, result)
+            wrong = differences(row, result, patch)
             verdict = f"{len(wrong)} DIFFERENCES" if wrong else "as expected"
             print(f"{row.name}: {verdict} ({seconds:.0f} s)", flush=True)
             yield row, result
 
 
-def _run_row(row: Row, python: Path, paths: Sequence[Path]) -> tuple[Row, dict[str, Any], float]:
+def _run_row(
+    row: Row, python: Path, paths: Sequence[Path], patch: str | None, known: Mapping[str, Any] | None
+) -> tuple[Row, dict[str, Any], float]:
     started = time.monotonic()
     try:
-        result = record(row.doors, python, paths)
+        if patch is None or known is None:
+            result = record(row.doors, python, paths)
+        else:
+            result = with_patch(known, patch, look_at_sites(python, paths, patch))
     except (AssertionError, subprocess.TimeoutExpired) as error:
         result = {"failed": str(error)}
     return row, result, time.monotonic() - started
@@ -107,14 +136,51 @@ def record(doors: Iterable[str], python: Path, paths: Sequence[Path]) -> dict[st
             through it, how many values it replaced, how many fallbacks it recorded. Or `failed`, with the last line of the
             error, `how` it was opened and its `output`.
     """
-    seen = enter("sites", python=python, paths=paths, patched=True)
-    found, reasons = outcomes(seen["fusepatch"])
     return {
-        "versions": seen["versions"],
-        "sites": _nested(found),
-        "reasons": _reasons(found, reasons),
+        **look_at_sites(python, paths),
         "doors": {door: _through(door, python, paths) for door in doors},
     }
+
+
+def look_at_sites(python: Path, paths: Sequence[Path], patch: str | None = None) -> dict[str, Any]:
+    """The `versions`, `sites` and `reasons` of `record`: of every patch, or of one, importing what its sites are in alone."""
+    only = () if patch is None else ("--patch", patch)
+    seen = enter("sites", *only, python=python, paths=paths, patched=True)
+    found, reasons = outcomes(seen["fusepatch"])
+    found = {key: outcome for key, outcome in found.items() if patch in (None, key[0])}
+    return {"versions": seen["versions"], "sites": _nested(found), "reasons": _reasons(found, reasons)}
+
+
+def with_patch(known: Mapping[str, Any], patch: str, seen: Mapping[str, Any]) -> dict[str, Any]:
+    """A recorded result with one patch's sites and reasons, and the versions seen with them, in place of its own."""
+
+    def replaced(name: str) -> dict[str, Any]:
+        return {**{other: value for other, value in known[name].items() if other != patch}, **seen[name]}
+
+    return {
+        **known,
+        "versions": {**known["versions"], **seen["versions"]},
+        "sites": replaced("sites"),
+        "reasons": replaced("reasons"),
+    }
+
+
+def without_library(patch: str, versions: Mapping[str, str]) -> bool:
+    """Whether a row with these recorded versions has none of the libraries in which the patch has sites."""
+    distributions = {name for site in _declared(patch).sites for name in site.upstream.distributions}
+    return distributions <= DISTRIBUTIONS.keys() - versions.keys()
+
+
+def not_installed(patch: str) -> dict[str, Any]:
+    """What `look_at_sites` finds of a patch where none of its libraries is installed."""
+    names = {(patch, site.upstream.import_name, site.module): site.upstream.import_name for site in _declared(patch).sites}
+    found = dict.fromkeys(names, "ABSENT")
+    reasons = {key: f"{name} is not installed" for key, name in names.items()}
+    return {"versions": {}, "sites": _nested(found), "reasons": _reasons(found, reasons)}
+
+
+def _declared(patch: str) -> Patch:
+    return next(declared for declared in PATCHES if declared.id == patch)
 
 
 def _through(door: str, python: Path, paths: Sequence[Path]) -> dict[str, Any]:
@@ -144,13 +210,13 @@ def _kernels(seen: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def differences(row: Row, result: Mapping[str, Any]) -> list[str]:
-    """What is not as the matrix says, one text each."""
+def differences(row: Row, result: Mapping[str, Any], only: str | None = None) -> list[str]:
+    """What is not as the matrix says, one text each; of the sites of one patch where `only` names it."""
     if "failed" in result:
         return [f"{row.name}: its sites cannot be looked at: {result['failed']}"]
     found = flat(result["sites"])
     lines = []
-    for key in sorted({*found, *row.expected}):
+    for key in sorted(key for key in {*found, *row.expected} if only in (None, key[0])):
         wanted, is_there = row.expected.get(key, "no such site"), found.get(key, "no such site")
         if wanted != is_there:
             patch, _, module = key
@@ -158,7 +224,7 @@ def differences(row: Row, result: Mapping[str, Any]) -> list[str]:
             lines.append(
                 f"{row.name}: {patch} at {module}: expected {wanted}, found {is_there}" + f" ({reason})" * bool(reason)
             )
-    for door in row.doors:
+    for door in row.doors if only is None else ():
         seen = result["doors"].get(door, {"failed": "nobody tried", "how": "at all"})
         if "failed" in seen:
             lines.append(f"{row.name}: the door {door} does not open {seen['how']}: {seen['failed']}")
@@ -207,19 +273,27 @@ def _reasons(found: Mapping[Key, str], reasons: Mapping[Key, str]) -> dict[str, 
     return nested
 
 
-def merged(results: Mapping[str, Any], everything: bool) -> str:
+def recorded() -> dict[str, Any]:
+    """The rows of the file of outcomes by their names."""
+    rows: dict[str, Any] = json.loads(OUTCOMES.read_text(encoding="utf-8"))["rows"]
+    return rows
+
+
+def merged(results: Mapping[str, Any], everything: bool, only: str | None = None) -> str:
     """The text of the file of outcomes with these results: in place of all that it held, or over it.
 
-    A row is dropped where the matrix no longer has it, or has sites that it did not have when the row was run. Rows that have
-    not been run are named.
+    A row is dropped where the matrix no longer has it, or has sites that it did not have when the row was run, other than
+    those of the patch `only`. Rows that have not been run are named.
     """
-    import fusepatch
 
-    before = {} if everything or not OUTCOMES.is_file() else json.loads(OUTCOMES.read_text(encoding="utf-8"))["rows"]
+    def others(keys: Iterable[Key]) -> set[Key]:
+        return {key for key in keys if key[0] != only}
+
+    before = {} if everything or not OUTCOMES.is_file() else recorded()
     known = list(rows())
     kept = dict(results)
     for row in known:
-        if row.name in before and flat(before[row.name]["sites"]).keys() == row.expected.keys():
+        if row.name in before and others(flat(before[row.name]["sites"])) == others(row.expected):
             kept.setdefault(row.name, before[row.name])
     return as_json(
         {

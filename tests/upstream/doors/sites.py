@@ -1,6 +1,6 @@
 """Door: the module of every site, imported in the order of the patches, then every library that a door may touch.
 
-What is not installed stays out.
+What is not installed stays out, and with `--patch` everything but the modules of that patch's sites.
 
     python tests/upstream/doors/sites.py --import-fusepatch
 """
@@ -18,6 +18,7 @@ import script
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--patch", metavar="ID", help="only the modules of this patch's sites")
     script.run(door, parser)
 
 
@@ -29,10 +30,12 @@ def door(arguments: argparse.Namespace) -> dict[str, Any]:
     import fusepatch
 
     for patch in fusepatch.status():
+        if arguments.patch not in (None, patch.id):
+            continue
         for site in patch.sites:
             with suppress(ModuleNotFoundError):
                 importlib.import_module(site.module)
-    for import_name in DISTRIBUTIONS.values():
+    for import_name in DISTRIBUTIONS.values() if arguments.patch is None else ():
         with suppress(ModuleNotFoundError):
             importlib.import_module(import_name)
     return {"door": "sites", "models": {}}
