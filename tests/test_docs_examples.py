@@ -9,11 +9,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
-from forked import forked
-from helpers import fresh
 
-from fusepatch.docs_examples import EXAMPLES
 from fusepatch.patches import PATCHES
+from generate.examples import EXAMPLES
+from kits.forked import forked
+from kits.helpers import fresh
 
 
 def test_each_program_belongs_to_a_patch() -> None:

@@ -13,11 +13,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import run
 
 from fusepatch.engine import contract
 from fusepatch.engine.patch import Site, Upstream
 from fusepatch.patches import PATCHES
+from kits.helpers import run
 
 STEPS = ("import fusepatch", "import upstream", "activate", "deactivate")
 ORDERS = [
@@ -61,7 +61,7 @@ def test_every_order(patch: str, upstream: str) -> None:
     (declared,) = [declared for declared in PATCHES if declared.id == patch]
     modules = [site.module for site in declared.sites if site.upstream.import_name == upstream and exists(site.module)]
     argument = json.dumps([ORDERS, modules, patch, NEEDS.get(upstream, ())])
-    done = run([sys.executable, Path(__file__).with_name("order_process.py"), argument], timeout=900)
+    done = run([sys.executable, Path(__file__).parent / "kits" / "order_process.py", argument], timeout=900)
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout.splitlines()[-1])
     assert len(results) == len(ORDERS) == 8

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import ALL, FROZEN, NOTHING, Setting, assert_equal, error, log_probabilities_like, make_batch, reference, run
 from test_steps import MAPS, exact, make
 
 from fusepatch.loss import LogitMap, Wanted, choose_backend, kernels
 from fusepatch.loss.chunks import logit_buffer
+from kits.loss_cases import (
+    ALL,
+    FROZEN,
+    NOTHING,
+    Setting,
+    assert_equal,
+    error,
+    log_probabilities_like,
+    make_batch,
+    reference,
+    run,
+)
 
 
 @pytest.fixture(params=[16, 2048])

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import ALL, FROZEN, Batch, Setting, error, log_probabilities_like, make_batch, reference, run
 
 from fusepatch.loss import LogitMap, Wanted, linear_log_probabilities
+from kits.loss_cases import ALL, FROZEN, Batch, Setting, error, log_probabilities_like, make_batch, reference, run
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,7 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from cases import (
+
+import fusepatch.loss.policy_loss as driver
+from fusepatch.loss import (
+    LogitMap,
+    PolicyInputs,
+    PolicyTraits,
+    ReferenceHead,
+    Wanted,
+    linear_policy_loss,
+    products,
+    scale_gradients,
+    steps,
+)
+from kits.loss_cases import (
     ALL,
     FROZEN,
     LEVELS,
@@ -23,19 +36,6 @@ from cases import (
     reference,
     reference_log_probabilities,
     run,
-)
-
-import fusepatch.loss.policy_loss as driver
-from fusepatch.loss import (
-    LogitMap,
-    PolicyInputs,
-    PolicyTraits,
-    ReferenceHead,
-    Wanted,
-    linear_policy_loss,
-    products,
-    scale_gradients,
-    steps,
 )
 
 BATCH = make_batch()

@@ -9,10 +9,10 @@ import types
 from pathlib import Path
 
 import pytest
-from forked import forked
 
 import fusepatch
 from fusepatch.errors import FlagConflictError, StrictError
+from kits.forked import forked
 
 transformers = pytest.importorskip("transformers", reason="the models are transformers'")
 monkey_patch = pytest.importorskip("liger_kernel.transformers.monkey_patch", reason="Liger is what is patched")

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from forked import forked
 from test_liger_instance_flags import called_from, kernels
 
 import fusepatch
 from fusepatch.errors import FlagConflictError, StrictError
+from kits.forked import forked
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("liger_kernel.transformers.monkey_patch")

@@ -10,7 +10,6 @@ import pytest
 torch = pytest.importorskip("torch")
 
 # Skips where verl has no build_optimizer; brings the engine and the single-rank group with it.
-from optimizer_flags_kit import active, flags, inactive  # noqa: E402
 from test_optimizer_flags_verl import (  # noqa: E402
     build_optimizer,
     config,
@@ -24,6 +23,7 @@ from test_optimizer_flags_verl import (  # noqa: E402
 
 import fusepatch  # noqa: E402
 from fusepatch.errors import OptimizerClassError, StrictError  # noqa: E402
+from kits.optimizer_flags import active, flags, inactive  # noqa: E402
 
 __all__ = ["one_rank"]
 

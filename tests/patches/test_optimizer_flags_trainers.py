@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from optimizer_flags_kit import active, fallbacks, flags, inactive, record, replaced  # noqa: E402
+from kits.optimizer_flags import active, fallbacks, flags, inactive, record, replaced  # noqa: E402
 
 STEPS = 20
 MIDDLE = 10
@@ -236,7 +236,7 @@ def test_other_optims_of_the_trainer_train(optim: str, tmp_path: Path) -> None:
 
 def test_accelerate_prepares_and_loads_it_as_any_other(tmp_path: Path) -> None:
     accelerate = pytest.importorskip("accelerate")
-    from optimizer_flags_kit import module
+    from kits.optimizer_flags import module
 
     def prepared(make: Any) -> Any:
         model = torch.nn.Linear(3, 2)
@@ -258,8 +258,9 @@ def test_accelerate_prepares_and_loads_it_as_any_other(tmp_path: Path) -> None:
 
 
 def test_distributed_checkpoints_leave_the_flag(tmp_path: Path) -> None:
-    from optimizer_flags_kit import module
     from torch.distributed.checkpoint import state_dict as dcp
+
+    from kits.optimizer_flags import module
 
     def one_step(model: Any, optimizer: Any) -> None:
         model(torch.ones(2, 3)).sum().backward()

@@ -17,18 +17,18 @@ torch = pytest.importorskip("torch")
 if importlib.util.find_spec("verl") is None:
     pytest.skip("verl is not installed here", allow_module_level=True)
 
-from helpers import run as run_process  # noqa: E402
-from optimizer_flags_kit import active, fallbacks, flags, inactive, record, replaced  # noqa: E402
+from doors import tiny  # noqa: E402
+from kits.helpers import run as run_process  # noqa: E402
+from kits.optimizer_flags import active, fallbacks, flags, inactive, record, replaced  # noqa: E402
 
-DOORS = Path(__file__).parents[1] / "upstream" / "doors"
+DOORS = Path(__file__).parents[1] / "doors"
 VERL = importlib.metadata.version("verl")
 STEPS = 20
 MIDDLE = 10
 FUSED, NEITHER, FOREACH = (True, None), (None, None), (None, True)
 
 if VERL >= "0.8":  # this verl takes its device from a registry, where the doors register a CPU
-    os.environ.update({"VERL_USE_EXTERNAL_MODULES": "cpu_platform", "VERL_PLATFORM": "cpu"})
-    sys.path.insert(0, str(DOORS))
+    os.environ.update({"VERL_USE_EXTERNAL_MODULES": "doors.cpu_platform", "VERL_PLATFORM": "cpu"})
 try:
     from verl.workers.config.optimizer import FSDPOptimizerConfig, build_optimizer
 except ImportError as error:
@@ -233,11 +233,6 @@ def test_the_fsdp2_engine_trains_and_resumes_the_same(one_rank: None, tmp_path: 
 
 
 def save_tiny_model(folder: Path) -> Path:
-    sys.path.insert(0, str(DOORS))
-    try:
-        import tiny
-    finally:
-        sys.path.remove(str(DOORS))
     tiny.save_tiny_model("llama", folder)
     return folder
 

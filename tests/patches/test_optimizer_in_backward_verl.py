@@ -7,7 +7,6 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,14 +16,13 @@ torch = pytest.importorskip("torch")
 if importlib.util.find_spec("verl") is None:
     pytest.skip("verl is not installed here", allow_module_level=True)
 
-from optimizer_flags_kit import active, inactive  # noqa: E402
-from ranks import on_ranks  # noqa: E402
-
 import fusepatch  # noqa: E402
+from doors import tiny  # noqa: E402
 from fusepatch.errors import InBackwardError  # noqa: E402
+from kits.optimizer_flags import active, inactive  # noqa: E402
+from kits.ranks import on_ranks  # noqa: E402
 
 ID = "optimizer.in_backward"
-DOORS = Path(__file__).parents[1] / "upstream" / "doors"
 VERL = importlib.metadata.version("verl")
 STEPS = 20
 MIDDLE = 10
@@ -32,8 +30,7 @@ LENGTH = 8
 FLOAT32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
 
 if VERL >= "0.9":  # this verl takes its device from a registry, where the doors register a CPU
-    os.environ.update({"VERL_USE_EXTERNAL_MODULES": "cpu_platform", "VERL_PLATFORM": "cpu"})
-    sys.path.insert(0, str(DOORS))
+    os.environ.update({"VERL_USE_EXTERNAL_MODULES": "doors.cpu_platform", "VERL_PLATFORM": "cpu"})
 try:
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 except ImportError as error:
@@ -158,11 +155,6 @@ def run(
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    sys.path.insert(0, str(DOORS))
-    try:
-        import tiny
-    finally:
-        sys.path.remove(str(DOORS))
     folder = tmp_path_factory.mktemp("model")
     tiny.save_tiny_model("llama", folder)
     return folder

@@ -6,7 +6,6 @@ import functools
 import importlib.metadata
 import importlib.util
 import runpy
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,14 +21,13 @@ try:
 except ImportError as error:
     pytest.skip(f"fsdp_sft_trainer of verl {VERL} cannot be imported here ({error})", allow_module_level=True)
 
-from optimizer_flags_kit import active, inactive  # noqa: E402
-from ranks import on_ranks  # noqa: E402
-
 import fusepatch  # noqa: E402
+from doors import tiny  # noqa: E402
 from fusepatch.errors import InBackwardError  # noqa: E402
+from kits.optimizer_flags import active, inactive  # noqa: E402
+from kits.ranks import on_ranks  # noqa: E402
 
 ID = "optimizer.in_backward"
-DOORS = Path(__file__).parents[1] / "upstream" / "doors"
 STEPS = 20
 MIDDLE = 10
 LENGTH = 8
@@ -159,11 +157,6 @@ def run(
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    sys.path.insert(0, str(DOORS))
-    try:
-        import tiny
-    finally:
-        sys.path.remove(str(DOORS))
     folder = tmp_path_factory.mktemp("model")
     tiny.save_tiny_model("llama", folder)
     return folder

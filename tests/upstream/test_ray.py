@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from helpers import clean_environment, fresh
-from kit import CHECKOUT, factor, needs, open_door, version
-from rows import FOLDER
+
+from kits.helpers import clean_environment, fresh
+from kits.upstream import CHECKOUT, factor, needs, open_door, version
+from tools.rows import DOORS
 
 pytestmark = pytest.mark.upstream
 
@@ -29,7 +30,6 @@ if version("ray") is None:
 if factor() not in (None, "latest"):
     pytest.skip("the same Ray as in the environment latest", allow_module_level=True)
 
-DOORS = FOLDER / "doors"
 QUIET = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}
 KINDS = {"task", "pool 0", "pool 1", "nested", "restarted"}
 

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import fresh
-from kit import CHECKOUT, Seen, needs, open_door, version
 from packaging.version import Version
-from rows import FOLDER
+
+from kits.helpers import fresh
+from kits.upstream import CHECKOUT, Seen, needs, open_door, version
+from tools.rows import DOORS
 
 pytestmark = pytest.mark.upstream
 
 VERL = Version(version("verl") or "0")
-DOORS = FOLDER / "doors"
 
 
 class TestWorkerGroup:
