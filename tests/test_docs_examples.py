@@ -27,7 +27,11 @@ def printed(code: str, folder: Path) -> str:
     return out.getvalue()
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+NEEDS_RAY = "ray.worker_setup"
+NAMES = [pytest.param(name, marks=pytest.mark.upstream) if name == NEEDS_RAY else name for name in EXAMPLES]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_the_program_prints_what_its_page_says(name: str, tmp_path: Path) -> None:
     example = EXAMPLES[name]
     for distribution, wanted in example.versions.items():
@@ -37,7 +41,7 @@ def test_the_program_prints_what_its_page_says(name: str, tmp_path: Path) -> Non
             found = "none"
         if found != wanted:
             pytest.skip(f"{distribution} is {found}, the page shows {wanted}")
-    if name == "ray.worker_setup":  # a worker is a process of its own, which has to find the program's environment
+    if name == NEEDS_RAY:  # a worker is a process of its own, which has to find the program's environment
         assert fresh(example.code, cwd=tmp_path, check=True).stdout == example.before
         assert fresh(f"import fusepatch\n{example.code}", cwd=tmp_path, check=True).stdout == example.after
         return

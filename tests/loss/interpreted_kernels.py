@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_steps import MAPS, exact, make
 
 from fusepatch.loss import LogitMap, Wanted, choose_backend, kernels
 from fusepatch.loss.chunks import logit_buffer
@@ -20,6 +19,7 @@ from kits.loss_cases import (
     reference,
     run,
 )
+from kits.loss_steps import MAPS, exact, make
 
 
 @pytest.fixture(params=[16, 2048])

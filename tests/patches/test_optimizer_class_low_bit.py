@@ -19,12 +19,12 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("torchao.optim")
 pytest.importorskip("bitsandbytes.optim")
 
-import test_optimizer_flags_trainers as trainers  # noqa: E402
 from packaging.version import Version  # noqa: E402
 
 import fusepatch  # noqa: E402
 from fusepatch.errors import OptimizerClassError  # noqa: E402
 from fusepatch.optim import capability, refusals  # noqa: E402
+from kits import trainers as trainers  # noqa: E402
 from kits.optimizer_flags import active, flags, inactive  # noqa: E402
 from kits.ranks import on_ranks  # noqa: E402
 

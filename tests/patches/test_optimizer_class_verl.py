@@ -9,23 +9,20 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-# Skips where verl has no build_optimizer; brings the engine and the single-rank group with it.
-from test_optimizer_flags_verl import (  # noqa: E402
+import fusepatch  # noqa: E402
+from fusepatch.errors import OptimizerClassError, StrictError  # noqa: E402
+from kits.optimizer_flags import active, flags, inactive  # noqa: E402
+from kits.verl_engine import (  # noqa: E402
     build_optimizer,
     config,
     engine,
     engine_weights,
     network,
-    one_rank,
     save_tiny_model,
     train_engine,
 )
 
-import fusepatch  # noqa: E402
-from fusepatch.errors import OptimizerClassError, StrictError  # noqa: E402
-from kits.optimizer_flags import active, flags, inactive  # noqa: E402
-
-__all__ = ["one_rank"]
+pytestmark = pytest.mark.upstream
 
 STEPS = 8
 MIDDLE = 4
@@ -69,11 +66,12 @@ def test_an_argument_that_the_class_does_not_take_is_named_where_verl_would_only
         build_optimizer(network().parameters(), config())
 
 
+@on_one_rank
 def test_the_fsdp2_engine_trains_and_resumes_as_with_the_class_in_its_configuration(
-    one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("transformers")
-    import test_optimizer_flags_verl as verl
+    from kits import verl_engine as verl
 
     folder = save_tiny_model(tmp_path / "model")
 
@@ -97,7 +95,8 @@ def test_the_fsdp2_engine_trains_and_resumes_as_with_the_class_in_its_configurat
         assert torch.equal(run(None, None), exchanged)
 
 
-def test_parameters_that_the_class_cannot_train_are_refused_before_any_step(one_rank: None, tmp_path: Path) -> None:
+@on_one_rank
+def test_parameters_that_the_class_cannot_train_are_refused_before_any_step(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     folder = save_tiny_model(tmp_path / "model")
     with active(OPTIMIZER_CLASS="torch.optim.Muon"), pytest.raises(OptimizerClassError, match="it takes matrices only"):

@@ -7,41 +7,31 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
-if importlib.util.find_spec("verl") is None:
-    pytest.skip("verl is not installed here", allow_module_level=True)
 
-from doors import tiny  # noqa: E402
 from kits.helpers import run as run_process  # noqa: E402
 from kits.optimizer_flags import active, fallbacks, flags, inactive, record, replaced  # noqa: E402
+from kits.verl_engine import (  # noqa: E402
+    build_optimizer,
+    config,
+    engine,
+    engine_weights,
+    network,
+    save_tiny_model,
+    train_engine,
+)
+
+pytestmark = pytest.mark.upstream
 
 DOORS = Path(__file__).parents[1] / "doors"
-VERL = importlib.metadata.version("verl")
 STEPS = 20
 MIDDLE = 10
 FUSED, NEITHER, FOREACH = (True, None), (None, None), (None, True)
-
-if VERL >= "0.8":  # this verl takes its device from a registry, where the doors register a CPU
-    os.environ.update({"VERL_USE_EXTERNAL_MODULES": "doors.cpu_platform", "VERL_PLATFORM": "cpu"})
-try:
-    from verl.workers.config.optimizer import FSDPOptimizerConfig, build_optimizer
-except ImportError as error:
-    pytest.skip(f"verl {VERL} has no build_optimizer ({error})", allow_module_level=True)
-
-
-def config(**changes: Any) -> Any:
-    return FSDPOptimizerConfig(**{"lr": 1e-3, "weight_decay": 0.1, "total_training_steps": STEPS, **changes})
-
-
-def network() -> Any:
-    torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
 
 
 @pytest.mark.parametrize(
@@ -140,65 +130,8 @@ def test_twenty_steps_and_a_resume_in_the_middle_agree() -> None:
         assert (other - ordinary).norm() <= 1e-5 * (ordinary - start).norm()
 
 
-@pytest.fixture
-def one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    import torch.distributed as distributed
-
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}.items():
-        monkeypatch.setenv(name, value)
-    store = distributed.FileStore(str(tmp_path / "store"), 1)
-    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
-
-
-def engine(folder: Path) -> Any:
-    """verl's FSDP2 engine on a model of two layers: what its workers run, with DTensor parameters."""
-    from verl.trainer.config import CheckpointConfig
-    from verl.workers.config import FSDPEngineConfig, HFModelConfig
-    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
-
-    contents = ["model", "optimizer"]
-    built = FSDPEngineWithLMHead(
-        model_config=HFModelConfig(
-            path=str(folder), use_remove_padding=False, override_config={"attn_implementation": "eager"}
-        ),
-        engine_config=FSDPEngineConfig(
-            strategy="fsdp2",
-            use_torch_compile=False,
-            # float32 throughout, so that rounding can be told from a fault
-            model_dtype="fp32",
-            mixed_precision={"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
-            wrap_policy={"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
-        ),
-        optimizer_config=config(lr=1e-3),
-        # Without the random states: torch.cpu has none, and nothing here draws from them. The learning rate is constant.
-        checkpoint_config=CheckpointConfig(save_contents=contents, load_contents=contents),
-    )
-    built.initialize()
-    return built
-
-
-def train_engine(built: Any, steps: range) -> None:
-    for step in steps:
-        generator = torch.Generator().manual_seed(step)
-        ids = torch.randint(3, 64, (2, 8), generator=generator)
-        built.optimizer_zero_grad()
-        logits = built.module(input_ids=ids, use_cache=False).logits.float()
-        torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
-        built.optimizer_step()
-        built.lr_scheduler_step()
-
-
-def engine_weights(built: Any) -> Any:
-    from torch.distributed.tensor import DTensor
-
-    params = list(built.module.parameters())
-    assert all(isinstance(param, DTensor) for param in params)
-    return torch.cat([param.full_tensor().detach().flatten().double() for param in params])
-
-
-def test_the_fsdp2_engine_trains_and_resumes_the_same(one_rank: None, tmp_path: Path) -> None:
+@on_one_rank
+def test_the_fsdp2_engine_trains_and_resumes_the_same(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     folder = save_tiny_model(tmp_path / "model")
 
@@ -230,11 +163,6 @@ def test_the_fsdp2_engine_trains_and_resumes_the_same(one_rank: None, tmp_path: 
     for other in (fused, to_fused, to_ordinary):
         assert (other - ordinary).norm() <= 1e-6 * ordinary.norm()
         assert (other - ordinary).norm() <= 1e-5 * (ordinary - start).norm()
-
-
-def save_tiny_model(folder: Path) -> Path:
-    tiny.save_tiny_model("llama", folder)
-    return folder
 
 
 @pytest.mark.parametrize(("variables", "expected"), [({}, True), ({"FUSEPATCH_OPTIMIZER_FUSED": "keep"}, None)])

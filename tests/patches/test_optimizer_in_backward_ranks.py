@@ -10,11 +10,10 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-import test_optimizer_flags_trainers as trainers  # noqa: E402
-
 import fusepatch  # noqa: E402
 from doors import tiny  # noqa: E402
 from fusepatch.errors import InBackwardError  # noqa: E402
+from kits import trainers as trainers  # noqa: E402
 from kits.optimizer_flags import active, inactive  # noqa: E402
 from kits.ranks import on_ranks  # noqa: E402
 

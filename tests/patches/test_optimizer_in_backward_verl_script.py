@@ -27,6 +27,8 @@ from fusepatch.errors import InBackwardError  # noqa: E402
 from kits.optimizer_flags import active, inactive  # noqa: E402
 from kits.ranks import on_ranks  # noqa: E402
 
+pytestmark = pytest.mark.upstream
+
 ID = "optimizer.in_backward"
 STEPS = 20
 MIDDLE = 10
