@@ -1,4 +1,4 @@
-"""What the newest releases and nightlies would change: `python -m tools.drift --help`.
+"""What the newest releases and nightlies would change: `tox -e drift -- --help`.
 
 Installs what the registry has now (the `drift` table of matrix.toml) into an environment of its own, looks at it as the matrix
 looks at its rows, and compares each site with what `outcomes.json` has for the newest release of its upstream that is not

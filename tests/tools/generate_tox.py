@@ -22,6 +22,9 @@ STACK = ("torch", "triton", "transformers", "trl", "accelerate", "peft", "datase
 """What of the newest factor the fixed environments install."""
 
 TEST_TOOLS = ("pytest==9.2.0", "pytest-xdist==3.8.0", "build==1.6.1", "uv==0.13.9")
+PYTEST = "pytest -n 2 --dist worksteal"
+"""Two processes: most of the time is imports, in processes that the tests start."""
+
 OWN_TOOLS = (
     "pytest==9.2.0",
     "parameterized==0.9.0",
@@ -46,19 +49,6 @@ VERL = "verl==0.7.1"
 """The demo's verl: the last release whose bare call of Liger hides its own forward."""
 VERL_IMPORTS = ("ray", "tensordict", "hydra-core", "codetiming", "torchdata", "pillow")
 """What verl's engine imports; its own pins contradict the newest stack, so it is installed without dependencies."""
-
-UPSTREAM_TESTS = " ".join(
-    [
-        # These fork, and come before those that make a process group in pytest's own process.
-        "tests/patches/test_optimizer_in_backward_verl.py",
-        "tests/patches/test_optimizer_in_backward_verl_script.py",
-        "tests/test_docs_examples.py",
-        "tests/upstream",
-        "tests/patches/test_optimizer_class_verl.py",
-        "tests/patches/test_optimizer_flags_verl.py",
-    ]
-)
-"""What the environments of the factors run: all that skips itself where an upstream is missing."""
 
 HEAD = """\
 # Written by tests/tools/generate_tox.py from tests/tools/matrix.toml; change those and run it again.
@@ -98,7 +88,13 @@ def render(matrix: Mapping[str, Any]) -> str:
             "test",
             "the tests on the newest stack, on the CPU",
             [*stack, *TEST_TOOLS],
-            ['pytest -m "not upstream" {posargs}'],
+            [f'{PYTEST} -m "not upstream and not full" {{posargs}}'],
+        ),
+        _section(
+            "full",
+            "the whole of what the tests take samples of",
+            [*stack, *TEST_TOOLS],
+            [f"{PYTEST} -m full {{posargs}}"],
         ),
         _section(
             "demo",
@@ -125,7 +121,7 @@ def render(matrix: Mapping[str, Any]) -> str:
             "the documentation as a site, with every warning an error; the figures must be current",
             [*DOCS_TOOLS],
             [
-                "python docs/plots.py --check",
+                "python -m docs.generate.plots --check",
                 "sphinx-build -W --keep-going -q -b html docs {posargs:{work_dir}{/}site}",
             ],
         ),
@@ -136,6 +132,7 @@ def render(matrix: Mapping[str, Any]) -> str:
             "what becomes of every site, row by row: the chosen set; `-- --all` for the whole matrix",
             ["uv==0.13.9"],
             ["python -m tools.matrix --folder {work_dir}{/}rows --jobs 2 {posargs}"],
+            more=["change_dir = tests"],
         )
     )
     sections.append(
@@ -144,6 +141,7 @@ def render(matrix: Mapping[str, Any]) -> str:
             "the newest releases and nightlies: what changed against the recorded outcomes",
             ["uv==0.13.9"],
             ["python -m tools.drift --folder {work_dir}{/}newest {posargs}"],
+            more=["change_dir = tests"],
         )
     )
     for name, factor in factors.items():
@@ -154,7 +152,7 @@ def render(matrix: Mapping[str, Any]) -> str:
                 name,
                 f"the upstream tests on {', '.join(_upstreams(factor))}",
                 [*factor["requirements"], "uv==0.13.9"],
-                [f"pytest {{posargs:{UPSTREAM_TESTS}}}"],
+                ["pytest {posargs:tests/upstream}"],
                 no_deps=factor["no_deps"],
                 more=[f"base_python = python{factor['python']}"],
             )

@@ -1,4 +1,4 @@
-"""Run rows of the matrix and write down what became of every site: `python -m tools.matrix --help`.
+"""Run rows of the matrix and write down what became of every site: `tox -e matrix -- --help`.
 
 Each row's environment or overlay is made on demand below a folder and kept for the next run. Then, each in a fresh process: the
 module of every site is imported, and the row's doors are opened without fusepatch and with it. A row's results lie in

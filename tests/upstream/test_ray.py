@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from generate.examples import EXAMPLES
 from kits.helpers import clean_environment, fresh
 from kits.upstream import CHECKOUT, factor, needs, open_door, version
 from tools.rows import DOORS
@@ -425,3 +426,11 @@ def test_a_driver_of_rays_own_is_left_alone(cluster: Cluster) -> None:
 def start_up_file() -> bool:
     """Whether this environment has the start-up file, which switches on workers that no hook reaches."""
     return (Path(sysconfig.get_path("purelib")) / "fusepatch.pth").exists()
+
+
+def test_the_program_on_the_page_of_the_patch_prints_what_the_page_says(tmp_path: Path) -> None:
+    example = EXAMPLES["ray.worker_setup"]
+    if version("ray") != example.versions["ray"]:
+        pytest.skip(f"ray is {version('ray')}, the page shows {example.versions['ray']}")
+    assert fresh(example.code, cwd=tmp_path, check=True).stdout == example.before
+    assert fresh(f"import fusepatch\n{example.code}", cwd=tmp_path, check=True).stdout == example.after

@@ -18,6 +18,7 @@ from kits.verl_engine import (  # noqa: E402
     engine,
     engine_weights,
     network,
+    on_one_rank,
     save_tiny_model,
     train_engine,
 )
