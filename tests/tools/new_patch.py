@@ -120,11 +120,12 @@ $missing
      pytest tests/test_faults.py tests/test_orders.py -k $id
 3. Say what must become of each site in each release: a table
      [expected."$id".$import_name]
-   in tests/tools/matrix.toml; `tox -e matrix -- --rows latest` tries it.
+   in tests/tools/matrix.toml; `tox -e matrix -- --rows latest` tries it,
+   and `tox -e matrix -- --patch $id --write` records it.
 4. Write the pages anew, add a row to the table in README.md and a line to
    CHANGELOG.md:
      python -m docs.generate
-     pytest tests/test_docs.py tests/test_readme.py tests/tools/test_new_patch.py
+     pytest tests/test_docs.py tests/test_readme.py tests/tools
 5. tox, and tox -e lint
 """)
 

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import json
 import re
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -63,6 +63,48 @@ def test_a_row_that_knows_nothing_of_a_new_site_counts_as_not_run(monkeypatch: p
     assert merged["not run"] == [row.name for row in ROWS if row.name != "edge"]
     monkeypatch.setattr(matrix, "rows", lambda: ROWS)
     assert json.loads(matrix.merged({}, everything=False))["rows"] == RECORDED["rows"]
+
+
+class TestOnePatch:
+    """`--patch ID`: its sites are looked at, and added to what is recorded."""
+
+    SEEN: ClassVar[dict[str, Any]] = {
+        "versions": {"trl": "1.12.0"},
+        "sites": {"liger.sft_loss": {"trl": {"trl.trainer.sft_trainer": "GATED"}}},
+        "reasons": {"liger.sft_loss": {"trl.trainer.sft_trainer": "too old"}},
+    }
+
+    def test_nothing_but_the_patch_is_replaced(self) -> None:
+        known = RECORDED["rows"]["latest"]
+        result = matrix.with_patch(known, "liger.sft_loss", self.SEEN)
+        assert result["sites"]["liger.sft_loss"] == self.SEEN["sites"]["liger.sft_loss"]
+        assert result["reasons"] == {**known["reasons"], **self.SEEN["reasons"]}
+        assert (
+            matrix.with_patch(result, "liger.sft_loss", {**known, "sites": {}, "reasons": {}})["reasons"]
+            == known["reasons"]
+        )
+        assert {**result, "sites": known["sites"], "reasons": known["reasons"]} == known
+
+    def test_differences_are_those_of_the_patch(self) -> None:
+        row = next(row for row in ROWS if row.name == "latest")
+        result = matrix.with_patch(RECORDED["rows"]["latest"], "liger.sft_loss", self.SEEN)
+        del result["doors"], result["sites"]["liger.grpo_loss"]
+        assert matrix.differences(row, result, "liger.sft_loss") == [
+            "latest: liger.sft_loss at trl.trainer.sft_trainer: expected APPLIED, found GATED (too old)"
+        ]
+
+    def test_rows_that_are_not_looked_at_yet_are_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        site = ("a.patch", "trl", "trl.new")
+        newer = [dataclasses.replace(row, expected={**row.expected, site: "APPLIED"}) for row in ROWS]
+        monkeypatch.setattr(matrix, "rows", lambda: newer)
+        assert json.loads(matrix.merged({}, everything=False, only="a.patch"))["rows"] == RECORDED["rows"]
+
+    def test_a_row_without_the_patchs_library_is_known_without_running_it(self) -> None:
+        without, with_it = (RECORDED["rows"][name] for name in ("edge", "latest"))
+        assert matrix.without_library("ray.worker_setup", without["versions"])
+        assert not matrix.without_library("ray.worker_setup", with_it["versions"])
+        seen = matrix.not_installed("ray.worker_setup")
+        assert matrix.with_patch(without, "ray.worker_setup", seen) == without
 
 
 class TestDifferences:
