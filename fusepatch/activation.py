@@ -21,6 +21,7 @@ REPORT = "FUSEPATCH_REPORT"
 _active = False
 _disabled: frozenset[str] = frozenset()
 _taken_out: frozenset[str] = frozenset()
+_asked_for: tuple[tuple[Patch, Site], ...] = ()
 _exported_over: dict[str, str | None] = {}
 
 
@@ -34,12 +35,13 @@ def activate() -> None:
     Raises:
         SettingError: a `FUSEPATCH_*` value cannot be read. Nothing has been applied then.
     """
-    global _active, _disabled, _taken_out
+    global _active, _asked_for, _disabled, _taken_out
     with install.lock:
         if not _active:
             read, _disabled = read_settings(os.environ)
             settings.use(read)
-            ledger.reset(read.strict, summary)
+            ledger.reset(read.strict, summary, _lost)
+            _asked_for = tuple((patch, site) for patch, site in _sites() if is_asked_for(patch, read))
             _warn_of_unknown(read)
             _exported_over.clear()
             _export(SWITCH, "1")
@@ -70,6 +72,9 @@ def deactivate(id: str | None = None) -> None:
         for patch, site in _sites():
             if patch.id in wanted and patch.id not in _disabled:
                 _remove(patch, site)
+        for patch in PATCHES:
+            if patch.id in wanted and patch.when_removed is not None:
+                patch.when_removed()
         _taken_out |= wanted
         if id is None:
             _active = False
@@ -189,6 +194,16 @@ def is_requested(patch: Patch, read: settings.Settings) -> bool:
     return variable is None or bool(getattr(read, variable.field))
 
 
+def is_asked_for(patch: Patch, read: settings.Settings) -> bool:
+    """Whether the user set a variable of the patch, so that it is to do something that it would not do by itself."""
+    return is_requested(patch, read) and bool(_asking(patch, read))
+
+
+def _asking(patch: Patch, read: settings.Settings) -> dict[str, str]:
+    own = [settings.find(name) for name in patch.variables]
+    return {name: text for name, text in read.set_by_user.items() if text != "keep" and settings.find(name) in own}
+
+
 def _concerns_this_environment(record: PatchRecord) -> bool:
     return record.outcome is not Outcome.ABSENT or any(site.version is not None for site in record.sites)
 
@@ -256,7 +271,7 @@ def _watch(patch: Patch, site: Site) -> None:
     def imported(module: ModuleType, late: bool) -> None:
         with install.lock:
             wanted = _active and patch.id not in _disabled | _taken_out
-            if wanted and not install.installed_in(patch.id, site, module):
+            if wanted and not install.is_installed(patch.id, site):
                 ledger.record(_install(patch, site, module, late))
 
     def failed(name: str, trace: str) -> None:
@@ -402,14 +417,42 @@ def _named_in_disable(patch: Patch, site: Site) -> SiteRecord:
 
 def _still(patch: Patch, site: Site, recorded: SiteRecord) -> SiteRecord:
     shadowed = install.shadowed(patch.id, site)
-    if not shadowed:
-        return recorded
-    reason = Reason(
-        f"someone replaced {', '.join(shadowed)} after it was wrapped",
+    if shadowed.replaced or shadowed.anew:
+        return _record(patch, site, Outcome.SHADOWED, _shadowed_by(site, shadowed), recorded.version)
+    if sys.modules.get(site.module) is None:
+        reason = Reason(
+            f"{site.module} was wrapped and is not in sys.modules any more",
+            consequence="what others hold of it is wrapped; it will be wrapped again when it is imported anew",
+        )
+        return _record(patch, site, Outcome.PENDING, reason, recorded.version)
+    return recorded
+
+
+def _shadowed_by(site: Site, shadowed: install.Shadowed) -> Reason:
+    if shadowed.anew:
+        return Reason(
+            f"{', '.join(shadowed.anew)} of {site.module} is upstream's own again: the module was reloaded or imported anew, or the "
+            f"original was put back",
+            consequence="calls of it are not patched",
+            action="call fusepatch.activate()",
+        )
+    return Reason(
+        f"someone replaced {', '.join(shadowed.replaced)} of {site.module} after it was wrapped",
         consequence="their replacement is left alone, and calls that do not pass through to ours are not patched",
         action="import fusepatch after whatever replaced it",
     )
-    return _record(patch, site, Outcome.SHADOWED, reason, recorded.version)
+
+
+def _lost() -> Iterator[tuple[str, str]]:
+    """What was asked for, was wrapped, and is not reached any more: the patch and why. A replacement that holds our wrapper is
+    taken to call it."""
+    for patch, site in _asked_for:
+        shadowed = install.shadowed(patch.id, site)
+        replaced = tuple(path for path in shadowed.replaced if path not in shadowed.passing)
+        if replaced or shadowed.anew:
+            asked = ", ".join(f"{name}={text}" for name, text in _asking(patch, settings.current()).items())
+            reason = _shadowed_by(site, install.Shadowed(replaced, anew=shadowed.anew))
+            yield patch.id, f"{asked} was set, and is lost: {reason}"
 
 
 def preview(patch: Patch, site: Site) -> SiteRecord:

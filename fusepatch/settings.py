@@ -163,10 +163,11 @@ def _preference(text: str) -> str:
 
 
 def _directory(text: str) -> str:
+    path = os.path.expanduser(text)
     try:
-        return os.path.abspath(os.path.expanduser(text))
-    except OSError as error:  # a relative path, in a working directory that has been removed
-        raise ValueError(f"the current directory cannot be read: {error.strerror}") from None
+        return os.path.abspath(path)
+    except FileNotFoundError:  # the working directory is gone: the report cannot be written, and says so itself
+        return path
 
 
 def _names(text: str) -> tuple[str, ...]:

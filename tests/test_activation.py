@@ -214,3 +214,33 @@ def test_every_variable_of_a_patch_is_in_the_table() -> None:
     assert all(settings.find(name) is not None for name in declared)
     read = {variable.name for variable in settings.TABLE if variable.read_by.startswith("`")}
     assert read == declared
+
+
+def test_a_report_that_cannot_be_placed_is_said_and_the_import_goes_on() -> None:
+    code = """
+    import os, tempfile
+    folder = tempfile.mkdtemp()
+    os.chdir(folder)
+    os.rmdir(folder)
+    import fusepatch
+    print("goes on")
+    """
+    done = fresh(code, env={"FUSEPATCH_REPORT": "reports"}, check=True)
+    assert done.stdout == "goes on\n"
+    (line,) = done.stderr.splitlines()
+    assert "could not be written (FileNotFoundError" in line
+
+
+def test_a_subinterpreter_can_import_it() -> None:
+    interpreters = pytest.importorskip("_xxsubinterpreters", reason="the module has another name from Python 3.13 on")
+    assert interpreters
+    code = """
+    import _xxsubinterpreters as interpreters
+    import fusepatch
+    other = interpreters.create()
+    interpreters.run_string(other, "import fusepatch; fusepatch.activate(); print(fusepatch.status()[0].id, flush=True)")
+    interpreters.destroy(other)
+    fusepatch.activate()
+    print(fusepatch.status()[0].id)
+    """
+    assert lines(code) == [IDS[0], IDS[0]]

@@ -217,6 +217,16 @@ def test_a_value_that_cannot_be_read_is_one_line_on_stderr_and_the_program_runs_
     assert repr(value) in line
 
 
+@pytest.mark.parametrize("redirection", ["2>/dev/full", "2>&-"])
+def test_a_value_that_cannot_be_read_harms_nobody_where_stderr_cannot_be_written_to(redirection: str) -> None:
+    code = "import trl; print('ran on', trl.__name__)"
+    done = run(
+        ["bash", "-c", f'"$0" -c "$1" {redirection}', sys.executable, code],
+        {"FUSEPATCH": "1", "FUSEPATCH_STRICT": "maybe"},
+    )
+    assert (done.returncode, done.stdout) == (0, "ran on trl\n")
+
+
 def test_a_value_that_cannot_be_read_costs_nothing_where_no_upstream_is_imported() -> None:
     done = fresh("print('fine')", env={"FUSEPATCH": "yes"}, check=True)
     assert (done.stdout, done.stderr) == ("fine\n", "")

@@ -25,7 +25,7 @@ OPTIMIZERS = """
         return [torch.nn.Parameter(torch.zeros(2))]
 
     def test_fused():
-        assert torch.optim.AdamW(parameters()).defaults["fused"]
+        assert torch.optim.AdamW(parameters()).param_groups[0]["fused"]
 
     def test_without_a_fused_form():
         torch.optim.Adamax(parameters())
@@ -315,7 +315,7 @@ def test_the_switch_makes_the_plugin_inert(tmp_path: Path) -> None:
         import torch
 
         def test_it():
-            assert not torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))]).defaults["fused"]
+            assert not torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))]).param_groups[0]["fused"]
     """
     done = pytest_in(tmp_path, FAIL, code=code, env={**SCOPE, "FUSEPATCH": "0"})
     assert (done.returncode, outcomes(done), block(done)) == (0, {"passed": 1}, [])

@@ -7,10 +7,12 @@ import fnmatch
 import importlib.util
 import inspect
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fusepatch.engine.patch import Contract, Site, Slot
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def broken_by(function: Callable[..., Any], contract: Contract) -> str | None:
@@ -86,6 +88,8 @@ def _broken(by_keyword: set[str], keywords: bool, contract: Contract) -> str | N
 
 
 def _source_path(module: str) -> Path | None:
+    from pathlib import Path  # here, since every training script imports this module, and few ask for a source
+
     top, *rest = module.split(".")
     try:
         spec = importlib.util.find_spec(top)

@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import sys
 import threading
 import traceback
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import NamedTuple
 
-_lock = threading.Lock()
-_waiting: set[tuple[str, str]] = set()
+_lock = threading.RLock()
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
+
+_watchers: dict[str, dict[str, _Watcher]] = {}
+_with_wrapt: set[str] = set()
+"""Modules whose next import wrapt waits for."""
+
+
+class _Watcher(NamedTuple):
+    callback: Callable[[ModuleType, bool], None]
+    failed: Callable[[str, str], None]
+
+    def call(self, module: ModuleType, late: bool) -> None:
+        try:
+            self.callback(module, late)
+        except Exception:
+            self.failed(module.__name__, traceback.format_exc())
 
 
 def watch(
@@ -18,28 +37,55 @@ def watch(
     failed: Callable[[str, str], None],
     who: str = "",
 ) -> None:
-    """Call `callback(module, late)` now if the module is loaded (`late`), else right after its first import.
+    """Call `callback(module, late)` now if the module is loaded (`late`), and right after each import of it from now on.
 
     A hook that raises would make the user's import fail, and their second import succeed unpatched: an exception goes
-    to `failed(name, traceback)` instead. What `who` already waits for is not registered twice; others may wait for it too.
+    to `failed(name, traceback)` instead. Each `who` watches a module once: its last callback counts. Reloading is no import.
     """
-    import wrapt
-
-    late = sys.modules.get(name) is not None
-
-    def hook(module: ModuleType) -> None:
-        with _lock:
-            _waiting.discard((name, who))
-        try:
-            callback(module, late)
-        except Exception:
-            failed(name, traceback.format_exc())
-
+    watcher = _Watcher(callback, failed)
     with _lock:
-        if (name, who) in _waiting and not late:
-            return
-        _waiting.add((name, who))
-    wrapt.register_post_import_hook(hook, name)
+        _watchers.setdefault(name, {})[who] = watcher
+        if _FINDER not in sys.meta_path:
+            sys.meta_path.insert(0, _FINDER)
+    module = sys.modules.get(name)
+    if module is not None:
+        watcher.call(module, True)
+
+
+class _Finder:
+    """Hands a watched module to wrapt when it is looked for.
+
+    wrapt serves a hook once, so a module that is imported anew has to be handed over again; and until then wrapt, whose import
+    takes longer than all of this package's, is not needed.
+    """
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if name not in _watchers or name in sys.modules:
+            return None
+        with _lock:
+            if name in _with_wrapt:
+                return None
+            try:
+                import wrapt
+            except Exception:  # a fault of this environment, not of the import that is under way
+                for watcher in _watchers[name].values():
+                    watcher.failed(name, traceback.format_exc())
+                return None
+            _with_wrapt.add(name)
+            wrapt.register_post_import_hook(_imported, name)
+        return importlib.util.find_spec(name)  # asked again, so that wrapt's own finder sees this import too
+
+
+_FINDER = _Finder()
+
+
+def _imported(module: ModuleType) -> None:
+    name = module.__name__
+    with _lock:
+        _with_wrapt.discard(name)
+        watchers = list(_watchers[name].values())
+    for watcher in watchers:
+        watcher.call(module, False)
 
 
 def is_being_imported(module: ModuleType) -> bool:

@@ -11,10 +11,12 @@ import fnmatch
 import functools
 import inspect
 import os
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from types import FunctionType, ModuleType
+from contextlib import suppress
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 from fusepatch.engine import contract, holders, ledger
@@ -76,6 +78,18 @@ class _Installed:
         self.links: list[_Link] = []
         self.chain: list[Callable[..., Any]] = []
 
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the target's path still leads to the wrapper, in what is imported now."""
+        return (
+            sys.modules.get(self.target.module) is self.module
+            and _owner(self.module, self.target.path) is self.places[0].owner
+            and self.places[0].get() is self.wrapper
+        )
+
+    def linked_by(self, patch: str) -> bool:
+        return any(link.patch == patch for link in self.links)
+
     def relink(self) -> None:
         call = self.target.original
         for link in reversed(self.links):
@@ -84,9 +98,9 @@ class _Installed:
 
 
 _targets: dict[str, Target] = {}
-_slots: dict[tuple[int, str], _Installed] = {}
-"""By owner and attribute; a slot whose last handler was removed stays, for its wrapper may be held by name somewhere.
-The owner's id stays its own, since `places` holds a reference to it."""
+_slots: dict[str, list[_Installed]] = {}
+"""By the target's module, the newest last. A slot whose last handler was removed stays, and so does one that a module has left
+behind by running again: their wrappers may be held by name somewhere."""
 
 
 class Applied(NamedTuple):
@@ -109,9 +123,13 @@ def install(patch: str, site: Site, module: ModuleType, late: bool, order: int =
         done: list[_Installed] = []
         try:
             for slot, owner, attribute, path in resolved:
+                if _was_replaced(patch, owner, attribute):
+                    continue
                 installed = _wrap(owner, attribute, path, module, site)
                 done.append(installed)
-                installed.links.append(_Link(patch, slot.handler, order))
+                link = _Link(patch, slot.handler, order)
+                if link not in installed.links:
+                    installed.links.append(link)
                 installed.links.sort(key=lambda link: link.order)
                 installed.relink()
             rebound, left = _rebind(done, module, site.rebind_holders) if late else ((), ())
@@ -122,7 +140,7 @@ def install(patch: str, site: Site, module: ModuleType, late: bool, order: int =
             for installed in done:
                 _unlink(patch, installed)
             raise
-        return Applied(tuple(path for _, _, _, path in resolved), rebound, left)
+        return Applied(tuple(installed.target.path for installed in done), rebound, left)
 
 
 def uninstall(patch: str, site: Site) -> tuple[str, ...]:
@@ -134,20 +152,99 @@ def uninstall(patch: str, site: Site) -> tuple[str, ...]:
         return tuple(left)
 
 
-def shadowed(patch: str, site: Site) -> tuple[str, ...]:
-    """The wrapped slots of a site that hold something else by now."""
-    with lock:
-        return tuple(
-            installed.target.path
-            for installed in _of(patch, site)
-            if installed.places[0].get() is not installed.wrapper
-        )
+class Shadowed(NamedTuple):
+    """The paths of a site that do not lead to its wrappers any more, by what is there now.
+
+    `replaced` holds something that someone else put there; `passing` those of them that hold the wrapper, so that it may still be
+    called. `anew` holds upstream's own again: the module was reloaded or imported anew, or the original was put back.
+    """
+
+    replaced: tuple[str, ...] = ()
+    passing: tuple[str, ...] = ()
+    anew: tuple[str, ...] = ()
 
 
-def installed_in(patch: str, site: Site, module: ModuleType) -> bool:
-    """Whether the patch's handlers are in this very module object (a module can be imported anew)."""
+def shadowed(patch: str, site: Site) -> Shadowed:
+    """What became of a site's wrapped slots, looked up in the modules that are imported now; a site whose module is not
+    among them is in place."""
+    wrapped = _of(patch, site)
+    module = sys.modules.get(site.module)
+    if module is None or all(installed.is_in_place for installed in wrapped):
+        return Shadowed()
     with lock:
-        return any(installed.module is module for installed in _of(patch, site))
+        found: dict[str, list[str]] = {name: [] for name in Shadowed._fields}
+        for path in dict.fromkeys(installed.target.path for installed in wrapped):
+            own = [installed for installed in wrapped if installed.target.path == path]
+            owner, attribute = _owner(module, path), path.rpartition(".")[2]
+            now = _MISSING if owner is None else inspect.getattr_static(owner, attribute, _MISSING)
+            if any(now is installed.wrapper for installed in own):
+                continue
+            passing = any(_holds(now, installed.wrapper, owner) for installed in own)
+            if not passing and any(_is_upstreams(now, installed.target.original) for installed in own):
+                found["anew"].append(path)
+                continue
+            found["replaced"].append(path)
+            if passing:
+                found["passing"].append(path)
+        return Shadowed(**{name: tuple(paths) for name, paths in found.items()})
+
+
+def is_installed(patch: str, site: Site) -> bool:
+    """Whether the patch's handlers are in the module that is imported now, as far as nobody else has replaced a target."""
+    return bool(_of(patch, site)) and not shadowed(patch, site).anew
+
+
+def _was_replaced(patch: str, owner: Any, attribute: str) -> bool:
+    """Whether someone else has replaced the slot since this patch wrapped it: what they put there is left alone."""
+    known = [installed for installed in _at(owner, attribute) if installed.linked_by(patch)]
+    now = _function(owner, attribute)
+    return bool(known) and not any(
+        now is _inner(installed.wrapper) or _is_upstreams(now, installed.target.original) for installed in known
+    )
+
+
+def _is_upstreams(value: Any, original: Any) -> bool:
+    """Whether `value` is the original, or what the same lines of upstream's source have made anew, wrapped for another patch or not."""
+    value = _inner(value)
+    for wrapped in _slots.values():
+        for installed in wrapped:
+            if value is _inner(installed.wrapper):
+                value = installed.target.original
+    if value is original or not (isinstance(value, FunctionType) and isinstance(original, FunctionType)):
+        return value is original
+    made = [(function.__code__.co_filename, function.__qualname__) for function in (value, original)]
+    return made[0] == made[1]
+
+
+def _holds(value: Any, wrapper: Any, owner: Any) -> bool:
+    """Whether a replacement holds the wrapper where it can call it: wrapped, in its closure, or under a name that it uses."""
+    seen: set[int] = set()
+    candidates = [value]
+    while candidates:
+        candidate = _inner(candidates.pop())
+        if candidate is _inner(wrapper):
+            return True
+        if id(candidate) in seen or not callable(candidate) or isinstance(candidate, type):
+            continue
+        seen.add(id(candidate))
+        for name in ("__wrapped__", "__func__", "func"):
+            with suppress(Exception):  # an attribute of a foreign object may be any code
+                candidates.append(getattr(candidate, name))
+        if isinstance(candidate, FunctionType):
+            for cell in candidate.__closure__ or ():
+                with suppress(ValueError):  # an empty cell
+                    candidates.append(cell.cell_contents)
+            candidates += [*(candidate.__defaults__ or ()), *(candidate.__kwdefaults__ or {}).values()]
+            named = _names(candidate.__code__)
+            spaces = (candidate.__globals__, vars(owner))
+            if any(_inner(space.get(name)) is _inner(wrapper) for space in spaces for name in named):
+                return True
+    return False
+
+
+def _names(code: CodeType) -> set[str]:
+    nested = (_names(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return set(code.co_names).union(*nested)
 
 
 def raise_when_used(patch: str, site: Site, module: ModuleType, error: FusepatchError) -> None:
@@ -166,10 +263,15 @@ def raise_when_used(patch: str, site: Site, module: ModuleType, error: Fusepatch
 
 
 def _of(patch: str, site: Site) -> list[_Installed]:
+    return [installed for installed in _slots.get(site.module, ()) if installed.linked_by(patch)]
+
+
+def _at(owner: Any, attribute: str) -> list[_Installed]:
     return [
         installed
-        for installed in _slots.values()
-        if installed.target.module == site.module and any(link.patch == patch for link in installed.links)
+        for wrapped in _slots.values()
+        for installed in wrapped
+        if installed.places[0].owner is owner and installed.places[0].key == attribute
     ]
 
 
@@ -207,43 +309,53 @@ def _matches(slot: Slot, module: ModuleType) -> Iterator[tuple[Any, str, str]]:
             if own and fnmatch.fnmatchcase(name, slot.path):
                 yield module, name, name
         return
-    *classes, attribute = slot.path.split(".")
-    owner: Any = module
-    for name in classes:
-        owner = vars(owner).get(name)
-        if not isinstance(owner, type):
-            return
-    if inspect.getattr_static(owner, attribute, _MISSING) is not _MISSING:
+    owner, attribute = _owner(module, slot.path), slot.path.rpartition(".")[2]
+    if owner is not None and inspect.getattr_static(owner, attribute, _MISSING) is not _MISSING:
         yield owner, attribute, slot.path
 
 
+def _owner(module: ModuleType, path: str) -> Any:
+    """The module, or the class in it, whose attribute a path names; None where there is no such class."""
+    owner: Any = module
+    for name in path.split(".")[:-1]:
+        owner = vars(owner).get(name)
+        if not isinstance(owner, type):
+            return None
+    return owner
+
+
 def _function(owner: Any, attribute: str) -> Any:
-    raw = inspect.getattr_static(owner, attribute)
+    return _inner(inspect.getattr_static(owner, attribute))
+
+
+def _inner(raw: Any) -> Any:
     return raw.__func__ if isinstance(raw, staticmethod | classmethod) else raw
 
 
 def _wrap(owner: Any, attribute: str, path: str, module: ModuleType, site: Site) -> _Installed:
     raw = vars(owner).get(attribute, _MISSING)
-    known = _slots.get((id(owner), attribute))
-    if known is not None and raw is known.wrapper:
-        return known
-    if known is not None and raw is known.raw and _function(owner, attribute) is known.target.original:
-        # The wrapper of before: modules that took it by name while it was in place are reached again.
-        for place in known.places:
-            if place is known.places[0] or place.get() is raw:
-                place.put(known.wrapper)
-        return known
+    for known in _at(owner, attribute):
+        if raw is known.wrapper:
+            return known
+        if raw is known.raw and _function(owner, attribute) is known.target.original:
+            # The wrapper of before: modules that took it by name while it was in place are reached again.
+            for place in known.places:
+                if place is known.places[0] or place.get() is raw:
+                    place.put(known.wrapper)
+            return known
     shape = raw if raw is not _MISSING else inspect.getattr_static(owner, attribute)
     original = _function(owner, attribute)
     installed = _Installed(module, Target(module.__name__, path, original), raw, _Place(owner, attribute))
     _targets[installed.target.key] = installed.target
     wrapper = _wrapper(original, installed.chain)
+    if raw is _MISSING:  # found under the subclass's name, as by pickle
+        wrapper.__module__, wrapper.__qualname__ = owner.__module__, f"{owner.__qualname__}.{attribute}"
     installed.wrapper = type(shape)(wrapper) if isinstance(shape, staticmethod | classmethod) else wrapper
     installed.relink()
     for name in site.mappings:
         mapping = vars(module).get(name, {})
         installed.places.extend(_Place(mapping, key, item=True) for key, value in mapping.items() if value is raw)
-    _slots[id(owner), attribute] = installed
+    _slots.setdefault(module.__name__, []).append(installed)
     for place in installed.places:
         place.put(installed.wrapper)
     return installed
@@ -256,30 +368,45 @@ def _wrapper(original: Callable[..., Any], chain: list[Callable[..., Any]]) -> C
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return chain[0](*args, **kwargs)
 
+    with suppress(TypeError, ValueError):  # inspect.getfullargspec does not follow __wrapped__
+        wrapper.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
     return wrapper
 
 
 class _Proceed:
-    """What a handler calls to go on; remembers that it was called."""
+    """What a handler calls to go on; remembers what became of the last call."""
 
-    __slots__ = ("_call", "_key", "entered")
+    __slots__ = ("_call", "_key", "entered", "raised", "result")
 
     def __init__(self, call: Callable[..., Any], key: str) -> None:
         self._call = call
         self._key = key
         self.entered = False
+        self.raised: BaseException | None = None
+        self.result: Any = None
 
     @property
     def target(self) -> Target:
         return _targets[self._key]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         self.entered = True
-        return self._call(*args, **kwargs)
+        self.raised = self.result = None
+        try:
+            result = self._call(*args, **kwargs)
+        except BaseException as error:
+            self.raised = error
+            raise
+        self.result = result
+        return result
 
 
 def _linked(patch: str, handler: Handler, call: Callable[..., Any], key: str) -> Callable[..., Any]:
-    """One link of a chain: a handler that breaks before it went on is recorded, and the call goes on without it.
+    """One link of a chain: what a handler breaks is recorded, and the caller gets what upstream gives.
+
+    A handler that breaks before it went on is left out. One that breaks afterwards has had upstream's last result or error: the
+    caller gets that, and upstream is not run again. Errors that are raised on purpose pass: ours, upstream's own, and
+    one that a handler raises from upstream's.
 
     Its closure holds functions and strings only: Dynamo cannot build other objects from the closure of a method whose
     instance was made inside the traced code.
@@ -287,25 +414,48 @@ def _linked(patch: str, handler: Handler, call: Callable[..., Any], key: str) ->
 
     def linked(*args: Any, **kwargs: Any) -> Any:
         proceed = _Proceed(call, key)
+        raised: list[BaseException] = []
         try:
             return handler(proceed, *args, **kwargs)
         except FusepatchError:
             raise
-        except Exception:
-            if proceed.entered:
-                raise
-            _record_broken_handler(patch, key)
-        return call(*args, **kwargs)
+        except Exception as error:
+            if proceed.raised is not None:
+                if _comes_from(error, proceed.raised):
+                    raise
+                raised.append(proceed.raised)
+            _record_broken_handler(patch, key, error, proceed)
+        finally:
+            proceed.raised = None  # it would keep its own frames alive, and the tensors in them
+        if raised:
+            raise raised.pop()
+        return proceed.result if proceed.entered else call(*args, **kwargs)
 
     return linked
 
 
-def _record_broken_handler(patch: str, key: str) -> None:
-    ledger.refused(
-        patch,
-        f"the patch itself failed in {key}; the call ran as upstream wrote it; "
-        f"please report this: {traceback.format_exc(limit=-3)}",
-    )
+def _comes_from(error: Exception, upstreams: BaseException) -> bool:
+    """Whether the error is upstream's, or was raised from it on purpose."""
+    with suppress(Exception):  # an exception's class can make any attribute of it raise
+        return error is upstreams or error.__cause__ is upstreams
+    return False
+
+
+def _record_broken_handler(patch: str, key: str, error: Exception, proceed: _Proceed) -> None:
+    became = "the call ran as upstream wrote it"
+    if proceed.entered:
+        became = f"upstream's code had run, and its {'error' if proceed.raised else 'result'} is what the caller gets"
+    kind = f"broken: {key} {type(error).__name__}"
+    try:
+        trace = traceback.format_exc(limit=-3)
+    except Exception:
+        trace = f"{type(error).__name__}, which cannot be printed"
+    text = f"the patch itself failed in {key}; {became}; please report this: {trace}"
+    if proceed.raised is None:
+        ledger.refused(patch, text, kind)
+    else:
+        ledger.fallback(patch, text)  # what upstream raised must not be hidden by an error of strict mode
+        ledger.warn_once(f"{patch}: {text}", f"{patch}: {kind}")
 
 
 def _rebind(done: list[_Installed], module: ModuleType, allowed: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -324,7 +474,7 @@ def _rebind(done: list[_Installed], module: ModuleType, allowed: bool) -> tuple[
             if allowed:
                 place = _Place(holder, name)
                 place.put(functions[identity].wrapper)
-                if place not in functions[identity].places:
+                if not any(known.owner is holder and known.key == name for known in functions[identity].places):
                     functions[identity].places.append(place)
             (rebound if allowed else left).append(f"{holder.__name__}.{name}")
     return tuple(rebound), tuple(left)
@@ -340,6 +490,6 @@ def _unlink(patch: str, installed: _Installed) -> list[str]:
         if place.get() is installed.wrapper:
             raw = installed.raw
             place.put(raw if raw is not _MISSING or place is installed.places[0] else installed.target.original)
-        else:
+        elif not _is_upstreams(place.get(), installed.target.original):
             left.append(f"{getattr(place.owner, '__name__', installed.target.module)}.{place.key}")
     return left

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from fusepatch.engine import notice
 from fusepatch.engine.patch import Note, SiteRecord
@@ -22,6 +23,7 @@ _replaced: dict[str, Counter[str]] = {}
 _fallbacks: dict[str, Counter[str]] = {}
 _warned: set[str] = set()
 _first_use: Callable[[], str] | None = None
+_lost: Callable[[], Iterable[tuple[str, str]]] | None = None
 _strict = False
 _observer: Callable[[int], None] | None = None
 
@@ -36,13 +38,19 @@ def _in_child() -> None:
 os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_in_child)
 
 
-def reset(strict: bool, first_use: Callable[[], str]) -> None:
-    """Begin a new activation: forget what was recorded; `first_use` makes the line shown at the first patched call."""
-    global _first_use, _strict, _observer
+def reset(
+    strict: bool, first_use: Callable[[], str], lost: Callable[[], Iterable[tuple[str, str]]] | None = None
+) -> None:
+    """Begin a new activation: forget what was recorded.
+
+    `first_use` makes the line shown at the first patched call. `lost` gives the patch and the reason of everything that was
+    asked for, was in place, and is not any more.
+    """
+    global _first_use, _lost, _strict, _observer
     with _lock:
         _observer = None
         _strict = strict
-        _first_use = first_use
+        _first_use, _lost = first_use, lost
         for table in (_sites, _calls, _replaced, _fallbacks, _warned):
             table.clear()
 
@@ -79,7 +87,11 @@ def site(patch: str, module: str) -> SiteRecord | None:
 
 
 def count_call(patch: str) -> None:
-    """Count one call that went through a patch; the first one in the process tells the user what is applied."""
+    """Count one call that went through a patch; the first one in the process tells the user what is applied.
+
+    Raises:
+        StrictError: what `tell_of_lost` raises.
+    """
     global _first_use
     with _lock:
         _calls[patch] += 1
@@ -87,7 +99,29 @@ def count_call(patch: str) -> None:
         first_use, _first_use = _first_use, None
     changed(times)
     if first_use is not None:
-        notice.tell(logging.INFO, first_use())
+        notice.tell(logging.INFO, _summary(first_use))
+    tell_of_lost()
+
+
+def _summary(first_use: Callable[[], str]) -> str:
+    # Made of what is installed, which is read here for the first time: metadata can be broken, and sources unreadable.
+    try:
+        return first_use()
+    except Exception:
+        return f"what is applied could not be found out; please report this: {traceback.format_exc(limit=-3)}"
+
+
+def tell_of_lost() -> None:
+    """Tell of what was asked for and has been lost since, each once: a call that misses its wrapper cannot say so itself, but
+    the next call that meets another one can. What goes through a patch without being counted calls this.
+
+    Raises:
+        StrictError: something has been lost, and `FUSEPATCH_STRICT=1` makes that an error.
+    """
+    if _lost is None:
+        return
+    for patch, text in _lost():
+        refused(patch, text)
 
 
 def calls(patch: str) -> int:
@@ -110,23 +144,26 @@ def fallback(patch: str, text: str) -> None:
     changed(times)
 
 
-def refused(patch: str, text: str) -> None:
+def refused(patch: str, text: str, kind: str = "") -> None:
     """Record that something the user asked for could not be done in one call.
 
-    Warns once per text; under `FUSEPATCH_STRICT=1` raises StrictError instead.
+    Warns once per `kind`, which is the text where it is not given; under `FUSEPATCH_STRICT=1` raises StrictError instead.
     """
     fallback(patch, text)
     if _strict:
         raise StrictError(f"{patch}: {text} (an error because FUSEPATCH_STRICT=1)")
-    warn_once(f"{patch}: {text}")
+    warn_once(f"{patch}: {text}", f"{patch}: {kind}" if kind else "")
 
 
-def warn_once(text: str) -> None:
-    """Warn the user, once per text and activation."""
+def warn_once(text: str, kind: str = "") -> None:
+    """Warn the user, once per kind and activation; a text that varies from call to call (numbers, names) needs a `kind` that
+    does not. After `MAXIMUM_NOTES` kinds one last line says that no more are shown."""
     with _lock:
-        if text in _warned:
+        if (kind or text) in _warned or len(_warned) > MAXIMUM_NOTES:
             return
-        _warned.add(text)
+        _warned.add(kind or text)
+        if len(_warned) > MAXIMUM_NOTES:
+            text = f"more than {MAXIMUM_NOTES} different warnings; further ones are recorded only: `fusepatch.status()`"
     notice.tell(logging.WARNING, text)
 
 

@@ -1,23 +1,55 @@
-"""What the user is told: through logging where they set it up, as one plain line on stderr where not."""
+"""What the user is told: through logging where they set it up, as one plain line on stderr where not. Telling never raises."""
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
 
 logger = logging.getLogger("fusepatch")
 
 
 def tell(level: int, text: str, any_rank: bool = False) -> None:
-    """Say `text` once in this process, if this is a process that a person reads, or if no other one can say it."""
-    if not any_rank and not speaks(os.environ):
+    """Say `text` once in this process, if this is a process that a person reads, or if no other one can say it.
+
+    What cannot be said is dropped: a full disk, a reader that went away or a handler that raises ends no run.
+    """
+    with suppress(Exception):
+        if not any_rank and not speaks(os.environ):
+            return
+        if logger.hasHandlers():
+            logger.log(level, text)
+        else:
+            _write(sys.stderr, f"fusepatch: {text}\n")
+
+
+def _write(stream: Any, text: str) -> None:
+    if stream is None:
+        # Nothing was open as descriptor 2 at the start. print would take stdout, and the descriptor is whatever was opened since.
         return
-    if logger.hasHandlers():
-        logger.log(level, text)
-    else:
-        print(f"fusepatch: {text}", file=sys.stderr, flush=True)
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    data = text.encode(encoding, "backslashreplace")
+    file = _file_below(stream)
+    if file is None:
+        stream.write(data.decode(encoding))
+        stream.flush()
+        return
+    stream.flush()
+    # Past the buffer: what a full disk left in it would be tried again at the interpreter's end, and make its exit status 120.
+    while written := file.write(data):  # None where the descriptor does not block and is full
+        data = data[written:]
+
+
+def _file_below(stream: Any) -> Any:
+    """The unbuffered file under an ordinary text stream; None for what someone put in its place."""
+    if type(stream) is not io.TextIOWrapper:
+        return None
+    file = getattr(stream.buffer, "raw", stream.buffer)
+    return file if type(file) is io.FileIO else None
 
 
 def speaks(environ: Mapping[str, str]) -> bool:
@@ -28,6 +60,6 @@ def speaks(environ: Mapping[str, str]) -> bool:
         return False
     for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK"):
         rank = environ.get(name, "")
-        if rank.isdigit():
+        if rank.isdecimal():
             return int(rank) == 0
     return True

@@ -118,6 +118,7 @@ class Patch(NamedTuple):
     """One promise. The texts are shown by `explain` and by the generated documentation.
 
     `requested_by` is the variable without which the patch changes nothing; it is empty where the patch acts by itself.
+    `when_removed()` is called by `deactivate` after the wrappers are gone: it undoes what they left on living objects.
     """
 
     id: str
@@ -131,6 +132,7 @@ class Patch(NamedTuple):
     changes: tuple[str, ...]
     limits: tuple[str, ...]
     sites: tuple[Site, ...]
+    when_removed: Callable[[], None] | None = None
 
 
 class Reason(NamedTuple):

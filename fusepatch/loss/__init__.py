@@ -16,6 +16,7 @@ from fusepatch.loss.policy_loss import (
     PolicyLoss,
     ReferenceHead,
     linear_policy_loss,
+    saved_tensors_are_shared,
     scale_gradients,
 )
 from fusepatch.loss.separability import PolicyTraits, policy_traits
@@ -36,6 +37,7 @@ __all__ = [
     "linear_log_probabilities",
     "linear_policy_loss",
     "policy_traits",
+    "saved_tensors_are_shared",
     "scale_gradients",
     "unsupported_device",
 ]

@@ -5,8 +5,10 @@
 Import this module only where Triton is wanted: ``fusepatch.loss.backend`` decides that at call time.
 
 One program handles one row and walks along it, so the number of rows is only the grid and nothing is recompiled when
-it changes. Row offsets are 64-bit. A row is read up to ``padded`` columns (a multiple of 64, at most the row stride), so
-that loads stay vectorised for any vocabulary size; columns past ``width`` count as logits of minus infinity.
+it changes. Row offsets are 64-bit. A row is read and written up to ``padded`` columns: the next multiple of 64 where the row
+stride has room for it, so that loads stay vectorised for any vocabulary size, else ``width``. Columns past ``width`` count
+as logits of minus infinity. The kernels themselves take a vector's stride to be 1 and compare no sizes; the functions at the end
+of this module see to that.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fusepatch.loss.arguments import TARGET_DTYPES
 from fusepatch.loss.logit_map import LogitMap
 
 # A later block may exceed the running pivot by this much before what was written is rescaled: exp(30) * 2**18 columns
@@ -240,8 +243,16 @@ def _launch_settings(padded: int) -> dict[str, Any]:
     return {"BLOCK": block, "num_warps": max(1, min(NUM_WARPS, block // 256)), "enable_fp_fusion": True}
 
 
-def _padded_width(width: int, *row_strides: int) -> int:
-    return min(-(-width // 64) * 64, *row_strides)
+def _padded_width(width: int, *matrices: torch.Tensor) -> int:
+    """The columns that a row is walked along: up to the next multiple of 64 where the row has memory for them."""
+    padded = -(-width // 64) * 64
+    fits = all(_column_of_first(matrix) + padded <= matrix.stride(0) for matrix in matrices)
+    return padded if fits else width
+
+
+def _column_of_first(matrix: torch.Tensor) -> int:
+    """Where in its row of the memory a matrix begins that may be a cut of a wider one."""
+    return int(matrix.storage_offset() % max(matrix.stride(0), 1))
 
 
 def _map_arguments(logit_map: LogitMap) -> tuple[float, float, float]:
@@ -253,6 +264,55 @@ def _overlapping(logits: torch.Tensor, gradients: torch.Tensor) -> bool:
     return logits.dtype != gradients.dtype and logits.data_ptr() == gradients.data_ptr()
 
 
+def _check_matrix(name: str, values: torch.Tensor, shape: tuple[int, int], device: torch.device) -> None:
+    """A kernel walks along a row one value after the other, and rows that it writes may not share memory."""
+    if values.shape != shape or values.device != device:
+        raise ValueError(f"{name} must be {list(shape)} on {device}, found {list(values.shape)} on {values.device}")
+    rows, width = shape
+    if (width > 1 and values.stride(1) != 1) or (rows > 1 and values.stride(0) < width):
+        raise ValueError(f"the rows of {name} must be dense and apart, found strides {values.stride()}")
+
+
+def _check_pair(logits: torch.Tensor, gradients: torch.Tensor) -> None:
+    _check_matrix("logits", logits, (logits.shape[0], logits.shape[1]), logits.device)
+    _check_matrix("gradients", gradients, (logits.shape[0], logits.shape[1]), logits.device)
+    in_place = logits.data_ptr() == gradients.data_ptr() and logits.shape[0] > 1
+    if in_place and logits.stride(0) * logits.itemsize != gradients.stride(0) * gradients.itemsize:
+        raise ValueError(
+            f"gradients that overlay the logits must have rows of as many bytes, found strides {gradients.stride()} of "
+            f"{gradients.dtype} over {logits.stride()} of {logits.dtype}"
+        )
+
+
+def _read(name: str, values: torch.Tensor, length: int, device: torch.device) -> torch.Tensor:
+    """A vector that a kernel reads, one value after the other: a copy where the caller's has another stride."""
+    if values.shape != (length,) or values.device != device:
+        raise ValueError(f"{name} must be [{length}] on {device}, found {list(values.shape)} on {values.device}")
+    return values.contiguous()
+
+
+def _read_targets(targets: torch.Tensor, length: int, device: torch.device) -> torch.Tensor:
+    if targets.dtype not in TARGET_DTYPES:
+        raise ValueError(f"targets must be int64 or int32, found {targets.dtype}")
+    return _read("targets", targets, length, device)
+
+
+def _check_written(length: int, device: torch.device, **vectors: torch.Tensor) -> None:
+    for name, values in vectors.items():
+        if values.shape != (length,) or values.device != device or not values.is_contiguous():
+            raise ValueError(
+                f"{name} must be [{length}] on {device} with stride 1, found {list(values.shape)} on {values.device} with "
+                f"strides {values.stride()}"
+            )
+
+
+def _launch(kernel: Any, matrix: torch.Tensor, *arguments: Any, **compile_time: Any) -> None:
+    """One program for each row, on the matrix's device: Triton by itself takes whichever device is current."""
+    if matrix.shape[0]:
+        with torch.cuda.device_of(matrix):
+            kernel[(matrix.shape[0],)](*arguments, **compile_time)
+
+
 def log_sum_exp(
     logits: torch.Tensor,
     targets: torch.Tensor,
@@ -261,14 +321,18 @@ def log_sum_exp(
     log_probabilities: torch.Tensor,
     normaliser: torch.Tensor,
 ) -> None:
-    """See :func:`fusepatch.loss.steps.log_sum_exp`."""
+    """See :func:`fusepatch.loss.steps.log_sum_exp`. Raises ValueError where a shape, a device or a stride does not fit."""
     rows, width = logits.shape
-    padded = _padded_width(width, logits.stride(0))
-    log_sum_exp_kernel[(rows,)](
+    _check_matrix("logits", logits, (rows, width), logits.device)
+    _check_written(rows, logits.device, log_probabilities=log_probabilities, normaliser=normaliser)
+    padded = _padded_width(width, logits)
+    _launch(
+        log_sum_exp_kernel,
+        logits,
         logits,
         logits.stride(0),
-        bias if bias is not None else logits,
-        targets,
+        _read("bias", bias, width, logits.device) if bias is not None else logits,
+        _read_targets(targets, rows, logits.device),
         log_probabilities,
         normaliser,
         width,
@@ -291,22 +355,31 @@ def exponentials(
     multiplier: torch.Tensor,
     gain: float,
 ) -> None:
-    """See :func:`fusepatch.loss.steps.exponentials`: one read of the logits, one write of the gradients."""
+    """See :func:`fusepatch.loss.steps.exponentials`: one read of the logits, one write of the gradients.
+
+    Raises ValueError where a shape, a device or a stride does not fit.
+    """
     rows, width = logits.shape
+    _check_pair(logits, gradients)
+    _check_written(
+        rows, logits.device, log_probabilities=log_probabilities, normaliser=normaliser, multiplier=multiplier
+    )
     if gradients.dtype == torch.float16:
         # Exponentials relative to a pivot do not fit float16's range; probabilities do, at the price of a second read.
         log_sum_exp(logits, targets, bias, logit_map, log_probabilities, normaliser)
         gradient_of_logits(logits, gradients, targets, bias, logit_map, normaliser, multiplier.fill_(gain), 0)
         multiplier.fill_(logit_map.slope / gain)
         return
-    padded = _padded_width(width, logits.stride(0), gradients.stride(0))
-    exponentials_kernel[(rows,)](
+    padded = _padded_width(width, logits, gradients)
+    _launch(
+        exponentials_kernel,
+        logits,
         logits,
         logits.stride(0),
         gradients,
         gradients.stride(0),
-        bias if bias is not None else logits,
-        targets,
+        _read("bias", bias, width, logits.device) if bias is not None else logits,
+        _read_targets(targets, rows, logits.device),
         log_probabilities,
         normaliser,
         multiplier,
@@ -330,18 +403,24 @@ def gradient_of_logits(
     scale: torch.Tensor,
     first_column: int,
 ) -> None:
-    """See :func:`fusepatch.loss.steps.gradient_of_logits`."""
+    """See :func:`fusepatch.loss.steps.gradient_of_logits`.
+
+    Raises ValueError where a shape, a device or a stride does not fit.
+    """
     rows, width = logits.shape
-    padded = _padded_width(width, logits.stride(0), gradients.stride(0))
-    gradients_kernel[(rows,)](
+    _check_pair(logits, gradients)
+    padded = _padded_width(width, logits, gradients)
+    _launch(
+        gradients_kernel,
+        logits,
         logits,
         logits.stride(0),
         gradients,
         gradients.stride(0),
-        bias if bias is not None else logits,
-        targets,
-        normaliser,
-        scale,
+        _read("bias", bias, width, logits.device) if bias is not None else logits,
+        _read_targets(targets, rows, logits.device),
+        _read("normaliser", normaliser, rows, logits.device),
+        _read("scale", scale, rows, logits.device),
         first_column,
         width,
         padded,
@@ -354,8 +433,8 @@ def gradient_of_logits(
 
 
 def scale_rows(values: torch.Tensor, scale: torch.Tensor) -> None:
-    """See :func:`fusepatch.loss.steps.scale_rows`."""
+    """See :func:`fusepatch.loss.steps.scale_rows`. Raises ValueError where a shape, a device or a stride does not fit."""
     rows, width = values.shape
-    if rows:
-        settings = _launch_settings(width)
-        scale_rows_kernel[(rows,)](values, values.stride(0), scale, width, **settings)
+    _check_matrix("values", values, (rows, width), values.device)
+    factors = _read("scale", scale, rows, values.device)
+    _launch(scale_rows_kernel, values, values, values.stride(0), factors, width, **_launch_settings(width))

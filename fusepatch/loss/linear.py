@@ -241,12 +241,17 @@ def grouped_gradient_pass(
     Args:
         coefficients: called once per group, with all log-probabilities found so far ([R]) and the group's range.
         groups: ranges of rows that follow each other and cover all, from :meth:`Head.groups` for example.
-        limit: from :func:`coefficient_limit` over all rows; None: taken from the first group where it is needed.
+        limit: from :func:`coefficient_limit` over all rows. May be left out where there is one group, whose own it then is.
 
     Returns:
         the log-probabilities [R], and the gradients.
+
+    Raises:
+        ValueError: several groups of float16 products and no limit: a later group may hold the largest coefficient.
     """
     precision = head.precision
+    if precision.narrow_range and limit is None and len(groups) > 1:
+        raise ValueError(f"float16 products of {len(groups)} groups need the limit of all their coefficients")
     rows = hidden.plan.rows
     device = targets.device
     outputs = row_outputs(rows, targets, head)

@@ -7,8 +7,16 @@ from typing import Any
 
 import torch
 
+from fusepatch.loss.arguments import check_head, check_targets
 from fusepatch.loss.chunks import plan_all_rows
-from fusepatch.loss.linear import Head, Wanted, grouped_gradient_pass, log_probability_pass, make_head
+from fusepatch.loss.linear import (
+    Head,
+    Wanted,
+    coefficient_limit,
+    grouped_gradient_pass,
+    log_probability_pass,
+    make_head,
+)
 from fusepatch.loss.logit_map import PLAIN, LogitMap
 from fusepatch.loss.policy_loss import DEFAULT_CHUNK_MIB
 from fusepatch.loss.rows import HiddenRows
@@ -40,6 +48,7 @@ class _LinearLogProbabilities(torch.autograd.Function):
             wanted,
             lambda values, start, stop: coefficients[start:stop],
             ctx.head.groups(hidden.shape[0]),
+            coefficient_limit(ctx.head, coefficients),
         )
         grad_hidden = gradients.hidden.view(hidden.shape) if gradients.hidden is not None else None
         return grad_hidden, gradients.weight, gradients.bias, None, None
@@ -64,7 +73,7 @@ def linear_log_probabilities(
     Backward recomputes the logits of each chunk, so the weight has to be whole in backward too (not so under ZeRO-3).
 
     Args:
-        hidden: [N, H], any strides; weight: [V, H]; targets: integers [N], outside [0, V) a target counts as one whose
+        hidden: [N, H], any strides; weight: [V, H]; targets: int64 or int32 [N], outside [0, V) a target counts as one whose
             logit is 0; bias: [V] or None.
         chunk_mib: MiB for the logits of one chunk.
         backend: ``"auto"``, ``"triton"`` or ``"torch"``.
@@ -73,14 +82,13 @@ def linear_log_probabilities(
         float32 [N], differentiable with respect to hidden, weight and bias.
 
     Raises:
-        ValueError: a shape does not fit.
+        ValueError: a shape, a device or the dtype of the targets does not fit.
         BackendUnavailableError: ``backend="triton"`` where Triton cannot run.
     """
-    if hidden.dim() != 2 or weight.shape[1:] != hidden.shape[1:] or targets.shape != hidden.shape[:1]:
-        raise ValueError(
-            "hidden must be [N, H], weight [V, H] and targets [N], found "
-            f"{tuple(hidden.shape)}, {tuple(weight.shape)} and {tuple(targets.shape)}"
-        )
+    if hidden.dim() != 2:
+        raise ValueError(f"hidden must be [N, H], found shape {tuple(hidden.shape)}")
+    check_head(hidden.unsqueeze(0), weight, bias)
+    check_targets(targets, (hidden.shape[0],), hidden.device)
     head = make_head(hidden, weight, bias, logit_map, backend, chunk_mib)
     apply: Callable[..., torch.Tensor] = _LinearLogProbabilities.apply
     return apply(hidden, weight, bias, targets.to(torch.int64), head)

@@ -12,9 +12,17 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from fusepatch.loss.arguments import check_head, check_targets, check_tensor
 from fusepatch.loss.backend import Backend
-from fusepatch.loss.chunks import RowPlan, plan_all_rows, plan_rows, ranges, whole_sequences
+from fusepatch.loss.chunks import RowPlan, ranges, whole_sequences
 from fusepatch.loss.gradient_storage import first_columns_pass, group_rows, serves
+from fusepatch.loss.left_out_rows import (
+    fixed_coefficients_of,
+    neutral_log_probabilities,
+    neutral_ratio,
+    rows_that_count,
+    rows_with_gradient,
+)
 from fusepatch.loss.linear import (
     Begun,
     CoefficientSource,
@@ -141,9 +149,9 @@ def linear_policy_loss(
     Args:
         hidden: [B, T, H], any strides.
         weight: [V, H]. A dtype that differs from the one of the matrix products costs a copy.
-        targets: integers [B, T]. Outside [0, V) a target counts as one whose logit is 0.
-        mask: [B, T], any dtype; rows where it is 0 are not computed unless ``traits.masked_rows_matter``. What hidden,
-            the old and the reference log-probabilities hold there does not matter, NaN included.
+        targets: int64 or int32 [B, T]. Outside [0, V) a target counts as one whose logit is 0.
+        mask: [B, T], any dtype. Which rows are left out by it and by the advantages, and what becomes of NaN and infinity, is
+            the rule of :mod:`fusepatch.loss.left_out_rows`.
         advantages: [B].
         wanted: which gradients to make; ``Wanted(False, False, False)`` where autograd will not ask for any
             (``len(ctx.next_functions) == 0``).
@@ -158,50 +166,76 @@ def linear_policy_loss(
         backend: ``"auto"``, ``"triton"`` or ``"torch"``, see :func:`fusepatch.loss.backend.choose_backend`.
 
     Raises:
-        ValueError: a shape does not fit, or ``prefer`` is neither ``"speed"`` nor ``"memory"``.
+        ValueError: a shape, a device or the dtype of the targets does not fit, or ``prefer`` is neither ``"speed"`` nor ``"memory"``.
         BackendUnavailableError: ``backend="triton"`` where Triton cannot run.
     """
-    _check_shapes(hidden, weight, targets, mask, advantages, bias)
+    tokens = tuple(hidden.shape[:2])
+    check_head(hidden, weight, bias)
+    check_targets(targets, tokens, hidden.device)
+    check_tensor("mask", mask, hidden.device, tokens)
+    check_tensor("advantages", advantages, hidden.device, tokens[:1])
+    check_tensor("old_log_probabilities", old_log_probabilities, hidden.device, tokens)
+    check_tensor("reference_log_probabilities", reference_log_probabilities, hidden.device, tokens)
+    check_tensor("sampling_ratio", sampling_ratio, hidden.device, tokens, (tokens[0], 1))
     if prefer not in ("speed", "memory"):
         raise ValueError(f"prefer must be 'speed' or 'memory', found {prefer!r}")
     if reference_head is not None and reference_log_probabilities is not None:
         raise ValueError("Pass reference_log_probabilities or reference_head, not both")
+    if reference_head is not None:
+        check_head(reference_head.hidden, reference_head.weight, reference_head.bias, "reference_head.")
+        wanted_shape = (*tokens, reference_head.hidden.shape[2])
+        check_tensor("reference_head.hidden", reference_head.hidden, hidden.device, wanted_shape)
     head = make_head(hidden, weight, bias, logit_map, backend, chunk_mib)
-    plan = _plan(mask, advantages, traits)
+    plan = rows_that_count(mask, advantages, traits)
     rows = HiddenRows(hidden.detach(), plan, head.precision)
     row_targets = plan.take(targets).to(torch.int64)
     if reference_head is not None:
         reference_log_probabilities = _reference(reference_head, plan, row_targets, logit_map, backend, chunk_mib)
-    inputs = _sanitised(plan, mask, advantages, old_log_probabilities, reference_log_probabilities, sampling_ratio)
+    inputs = PolicyInputs(
+        torch.zeros(plan.shape, dtype=torch.float32, device=mask.device),
+        mask,
+        advantages.detach(),
+        neutral_log_probabilities(plan, old_log_probabilities),
+        neutral_log_probabilities(plan, reference_log_probabilities),
+        neutral_ratio(plan, sampling_ratio, traits),
+    )
     call = _Call(head, rows, row_targets, inputs, policy, traits)
     if not wanted.any:
-        result = _evaluate(call)
-    elif not wanted.parameters:
-        result = _hidden_only(call)
-    elif prefer == "memory":
-        result = _saving_memory(call, wanted)
-    elif traits.fixed_coefficients:
-        result = _fixed(call, wanted)
-    elif plan.rows <= head.group_rows:
-        result = _one_group(call, wanted)
-    else:
-        result = _by_groups(call, wanted)
-    if mask.numel() == 0:
-        # Some loss types divide by the number of sequences; the sum over nothing is nothing.
-        result = replace(result, loss=torch.zeros_like(result.loss))
-    return result
+        return _evaluate(call)
+    if not wanted.parameters:
+        return _hidden_only(call)
+    if prefer == "memory":
+        return _saving_memory(call, wanted)
+    if traits.fixed_coefficients:
+        return _fixed(call, wanted)
+    if plan.rows <= head.group_rows:
+        return _one_group(call, wanted)
+    return _by_groups(call, wanted)
 
 
-def scale_gradients(gradients: Sequence[torch.Tensor | None], grad_output: torch.Tensor) -> list[torch.Tensor | None]:
+def scale_gradients(
+    gradients: Sequence[torch.Tensor | None], grad_output: torch.Tensor, *, shared: bool
+) -> list[torch.Tensor | None]:
     """Multiply saved gradients by the 0-dim ``grad_output``, for use in ``torch.autograd.Function.backward``.
 
-    In place only where autograd will free the graph and does not record; a second backward through a kept graph finds
-    the saved tensors as they were. Nothing is compared, so the device is not synced.
+    In place only where nobody else can hold them, autograd will free the graph and does not record; a second backward
+    through a kept graph finds the saved tensors as they were. Nothing is compared, so the device is not synced.
+
+    Args:
+        shared: whether the saved tensors may be somebody else's too: what :func:`saved_tensors_are_shared` said when
+            they were saved, True where it was not asked.
     """
-    in_place = not torch.is_grad_enabled() and not _graph_is_kept()
+    in_place = not shared and not torch.is_grad_enabled() and not _graph_is_kept()
     if in_place:
         return [None if gradient is None else gradient.mul_(grad_output) for gradient in gradients]
     return [None if gradient is None else gradient * grad_output for gradient in gradients]
+
+
+def saved_tensors_are_shared() -> bool:
+    """Whether saved-tensor hooks (an offload, a log, a checkpoint) are set, which may keep what autograd saves now."""
+    # Private to torch; where it is absent, assume that there are hooks.
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return top is None or top(False) is not None
 
 
 def _graph_is_kept() -> bool:
@@ -230,44 +264,6 @@ class _Call:
 NOTHING = Gradients(None, None, None)
 
 
-def _check_shapes(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
-    mask: torch.Tensor,
-    advantages: torch.Tensor,
-    bias: torch.Tensor | None,
-) -> None:
-    if hidden.dim() != 3:
-        raise ValueError(f"hidden must be [B, T, H], found shape {tuple(hidden.shape)}")
-    batch, length, width = hidden.shape
-    wanted = {
-        "weight": (weight, (weight.shape[0], width)),
-        "targets": (targets, (batch, length)),
-        "mask": (mask, (batch, length)),
-        "advantages": (advantages, (batch,)),
-    }
-    if bias is not None:
-        wanted["bias"] = (bias, (weight.shape[0],))
-    for name, (tensor, shape) in wanted.items():
-        if tuple(tensor.shape) != shape:
-            raise ValueError(
-                f"{name} must have shape {shape} with hidden of shape {tuple(hidden.shape)}, found {tuple(tensor.shape)}"
-            )
-
-
-def _plan(mask: torch.Tensor, advantages: torch.Tensor, traits: PolicyTraits) -> RowPlan:
-    keep = None
-    if not traits.masked_rows_matter:
-        keep = mask != 0
-    if not traits.zero_advantage_rows_matter:
-        carrying = (advantages != 0).unsqueeze(1)
-        keep = carrying.expand(mask.shape) if keep is None else keep & carrying
-    if keep is None or mask.numel() == 0:
-        return plan_all_rows((mask.shape[0], mask.shape[1]))
-    return plan_rows(keep)
-
-
 def _reference(
     reference: ReferenceHead,
     plan: RowPlan,
@@ -279,36 +275,6 @@ def _reference(
     head = make_head(reference.hidden, reference.weight, reference.bias, logit_map, backend, chunk_mib)
     rows = HiddenRows(reference.hidden.detach(), plan, head.precision)
     return plan.put(log_probability_pass(head, rows, targets).values)
-
-
-def _sanitised(
-    plan: RowPlan,
-    mask: torch.Tensor,
-    advantages: torch.Tensor,
-    old: torch.Tensor | None,
-    reference: torch.Tensor | None,
-    ratio: torch.Tensor | None,
-) -> PolicyInputs:
-    # Selected, never multiplied: 0 * inf is NaN, and padding may hold anything.
-    def clean(values: torch.Tensor | None) -> torch.Tensor | None:
-        if values is None:
-            return None
-        values = values.detach().to(torch.float32)
-        return values if plan.computed is None else torch.where(plan.computed, values, 0.0)
-
-    if ratio is not None:
-        ratio = ratio.detach()
-        if plan.computed is not None and ratio.shape == plan.computed.shape:
-            # VESPO sums the logarithms of all ratios, masked ones too, so finite values stay.
-            ratio = torch.where(plan.computed | ratio.isfinite(), ratio, 1.0)
-    return PolicyInputs(
-        torch.zeros(plan.shape, dtype=torch.float32, device=mask.device),
-        mask,
-        advantages.detach(),
-        clean(old),
-        clean(reference),
-        ratio,
-    )
 
 
 def _loss(policy: Policy, inputs: PolicyInputs) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
@@ -357,24 +323,31 @@ def _hidden_only(call: _Call) -> PolicyLoss:
 
 
 def _fixed(call: _Call, wanted: Wanted) -> PolicyLoss:
-    source = _fixed_coefficients(call)
-    limit = None
-    if call.head.precision.narrow_range:
-        limit = coefficient_limit(call.head, source(call.targets, 0, call.plan.rows))
+    known = _without_log_probabilities(call)
+    limit = coefficient_limit(call.head, known()) if call.head.precision.narrow_range else None
+    source = _fixed_coefficients(known)
     groups = call.head.groups(call.plan.rows)
     values, gradients = grouped_gradient_pass(call.head, call.rows, call.targets, wanted, source, groups, limit)
     inputs = call.with_values(values)
     return _result(call, inputs, *_loss(call.policy, inputs), gradients)
 
 
-def _fixed_coefficients(call: _Call) -> CoefficientSource:
-    known: list[torch.Tensor] = []
+def _without_log_probabilities(call: _Call) -> Callable[[], torch.Tensor]:
+    """Gives the coefficients [R] of a policy for which the log-probabilities do not matter; found when first asked for."""
+    found: list[torch.Tensor] = []
 
+    def coefficients() -> torch.Tensor:
+        if not found:
+            found.append(call.plan.take(_loss_and_coefficients(call.policy, call.inputs)[2]))
+        return found[0]
+
+    return coefficients
+
+
+def _fixed_coefficients(known: Callable[[], torch.Tensor]) -> CoefficientSource:
     def source(values: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        if not known:
-            # At the first group and not before it, so that the launches run ahead of that group's products.
-            known.append(call.plan.take(_loss_and_coefficients(call.policy, call.inputs)[2]))
-        return known[0][start:stop]
+        # Asked for at the first group and not before it, so that the launches run ahead of that group's products.
+        return fixed_coefficients_of(known()[start:stop], values[start:stop])
 
     return source
 
@@ -451,7 +424,7 @@ def _by_vocabulary(call: _Call, wanted: Wanted) -> PolicyLoss:
     loss, metrics, coefficients = _loss_and_coefficients(call.policy, inputs)
     if done is not None:
         scale_hidden_gradient(call.head, done.grad_hidden, coefficients * call.plan.put(done.multiplier))
-    gradients = _by_slices(call, wanted, found.log_sum_exp, coefficients)
+    gradients = _by_slices(call, wanted, inputs, found.log_sum_exp, coefficients)
     grad_hidden = done.grad_hidden if done is not None else None
     return _result(call, inputs, loss, metrics, replace(gradients, hidden=grad_hidden))
 
@@ -461,23 +434,30 @@ def _saving_memory(call: _Call, wanted: Wanted) -> PolicyLoss:
     groups = _groups(call, group_rows(call.head)) or _groups(call, max(call.plan.counts, default=0))
     if not groups or not wanted.weight or not serves(call.head, groups):
         return _by_vocabulary(call, wanted)
-    source = _fixed_coefficients(call) if call.traits.fixed_coefficients else _separable_coefficients(call)
+    if call.traits.fixed_coefficients:
+        source = _fixed_coefficients(_without_log_probabilities(call))
+    else:
+        source = _separable_coefficients(call)
     part = first_columns_pass(call.head, call.rows, call.targets, wanted, source, groups)
     inputs = call.with_values(part.log_probabilities.values)
     loss, metrics = _loss(call.policy, inputs)
     coefficients = call.plan.put(part.coefficients)
-    gradients = _by_slices(call, wanted, part.log_probabilities.log_sum_exp, coefficients, part.begun)
+    gradients = _by_slices(call, wanted, inputs, part.log_probabilities.log_sum_exp, coefficients, part.begun)
     return _result(call, inputs, loss, metrics, replace(gradients, hidden=part.grad_hidden))
 
 
 def _by_slices(
-    call: _Call, wanted: Wanted, log_sum_exp: torch.Tensor, coefficients: torch.Tensor, begun: Begun | None = None
+    call: _Call,
+    wanted: Wanted,
+    inputs: PolicyInputs,
+    log_sum_exp: torch.Tensor,
+    coefficients: torch.Tensor,
+    begun: Begun | None = None,
 ) -> Gradients:
     left = call.plan
     if not call.traits.fixed_coefficients and coefficients.numel():
         # Clipped tokens: the second sync costs less than their products.
-        keep = coefficients != 0
-        left = plan_rows(keep if left.computed is None else keep & left.computed)
+        left = rows_with_gradient(call.plan, coefficients, inputs.log_probabilities)
     return vocabulary_gradient_pass(
         call.head,
         replace(call.rows, plan=left),

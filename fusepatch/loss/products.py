@@ -54,7 +54,8 @@ class Precision:
         return self.rows == torch.float16
 
 
-def _autocast_dtype(device: torch.device) -> torch.dtype | None:
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype that products run in under autocast; None where autocast is off."""
     if hasattr(torch, "get_autocast_dtype"):
         return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     # torch < 2.4
@@ -66,7 +67,7 @@ def _autocast_dtype(device: torch.device) -> torch.dtype | None:
 def choose_precision(hidden: torch.Tensor) -> Precision:
     """The dtypes for a call with these hidden states under the current autocast state."""
     operand = hidden.dtype
-    autocast = _autocast_dtype(hidden.device)
+    autocast = autocast_dtype(hidden.device)
     if autocast is not None and operand != torch.float64:
         operand = autocast
     if operand == torch.float64:

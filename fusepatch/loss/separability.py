@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 # Every term is multiplied by the mask, and by the advantage where beta is 0.
 MASKED_TERMS = frozenset({"grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo"})
+# The sampling ratio is multiplied by the mask too. VESPO sums the clamped logarithms of all ratios of a sequence.
+MASKED_RATIOS = MASKED_TERMS - {"vespo"}
 # LUSPO weighs by the length of the sequence and never multiplies by the mask.
 KNOWN_TYPES = MASKED_TERMS | {"luspo"}
 # At token level, the coefficient of a token depends on that token alone, with old log-probabilities too. VESPO weighs a
@@ -27,6 +29,7 @@ class PolicyTraits:
     fixed_coefficients: the coefficients do not depend on the log-probabilities at all.
     masked_rows_matter: a row whose mask is 0 may carry gradient or change the loss.
     zero_advantage_rows_matter: a row whose advantage is 0 may carry gradient or change the loss or a metric.
+    left_out_ratios_matter: the sampling ratios of rows that are left out change the loss.
     """
 
     separable: bool = False
@@ -34,6 +37,7 @@ class PolicyTraits:
     fixed_coefficients: bool = False
     masked_rows_matter: bool = True
     zero_advantage_rows_matter: bool = True
+    left_out_ratios_matter: bool = True
 
 
 def policy_traits(
@@ -62,4 +66,5 @@ def policy_traits(
         fixed_coefficients=not old_given and not with_kl,
         masked_rows_matter=loss_type == "luspo" and (token_level or with_kl),
         zero_advantage_rows_matter=with_kl,
+        left_out_ratios_matter=loss_type not in MASKED_RATIOS,
     )

@@ -49,6 +49,12 @@ def _target_logit(x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return torch.where(known, x.gather(1, columns), 0.0).squeeze(-1)
 
 
+def _log_sum_exp_into(x: torch.Tensor, normaliser: torch.Tensor) -> None:
+    """Infinite logits give NaN, as in the kernels and as in a softmax: torch's own function would give infinity."""
+    torch.logsumexp(x, dim=-1, out=normaliser)
+    normaliser.add_(normaliser - normaliser)
+
+
 def log_sum_exp(
     logits: torch.Tensor,
     targets: torch.Tensor,
@@ -59,7 +65,7 @@ def log_sum_exp(
 ) -> None:
     """Write the target's log-probability and the log-sum-exp of each row."""
     x, _ = _to_logits(logits, bias, logit_map)
-    torch.logsumexp(x, dim=-1, out=normaliser)
+    _log_sum_exp_into(x, normaliser)
     torch.sub(_target_logit(x, targets), normaliser, out=log_probabilities)
 
 
@@ -82,7 +88,7 @@ def exponentials(
     what is written where float16 would lose small probabilities; 1 for other dtypes.
     """
     x, slope = _to_logits(logits, bias, logit_map)
-    torch.logsumexp(x, dim=-1, out=normaliser)
+    _log_sum_exp_into(x, normaliser)
     torch.sub(_target_logit(x, targets), normaliser, out=log_probabilities)
     _write_gradient(x, slope, gradients, targets, normaliser, multiplier.fill_(gain), 0)
     multiplier.fill_(logit_map.slope / gain)

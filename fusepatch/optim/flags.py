@@ -63,7 +63,7 @@ class Note(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """The flags of one group; None is torch's own default. `chosen`: `fused=True` is ours, not the caller's."""
+    """The flags of one group; None is torch's own default. `chosen`: `fused=True` is ours, the caller had not passed it."""
 
     fused: bool | None
     foreach: bool | None
@@ -133,6 +133,8 @@ def _fused(
                     "kept", f"fused={value} from {group.source} kept (it beats FUSEPATCH_OPTIMIZER_FUSED={int(asked)})"
                 )
             )
+        if value and group.verdict.wrong is not None:
+            notes.append(_wrong(group, "pass fused=False"))
         return value, foreach, False
     if foreach_asked and foreach:
         return (None if value else value), foreach, False
@@ -154,21 +156,32 @@ def _fused_on_request(
             Note("kept", f"foreach={foreach} from {group.source} kept (it excludes fused and beats {variable})")
         )
         return None, foreach, False
-    obstacle = obstacle or group.verdict.obstacle
+    obstacle = obstacle or group.verdict.obstacle or group.verdict.wrong
     if obstacle is not None:
         notes.append(Note("refused", f"{variable} was not followed: {obstacle}; torch's own default is left"))
         return None, foreach, False
     if group.verdict.caution is not None:
         notes.append(Note("warning", f"fused=True as {variable} asks, but {group.verdict.caution}"))
-    return True, (None if foreach else foreach), True
+    return True, (None if foreach else foreach), value is not True
+
+
+def _wrong(group: Group, action: str) -> Note:
+    """What is said of a `fused=True` that is not ours and stays, where the kernel presumes what does not hold."""
+    return Note(
+        "warning",
+        f"fused=True from {group.source} left as it is, but {group.verdict.wrong}: torch's fused kernel trains on wrong numbers "
+        f"without a word there, or its step raises; {action}",
+    )
 
 
 def _fused_by_rule(
     group: Group, foreach: bool | None, foreach_asked: bool, value: bool | None, notes: list[Note]
 ) -> tuple[bool | None, bool | None, bool]:
-    reason = group.verdict.obstacle or group.verdict.caution
+    reason = group.verdict.obstacle or group.verdict.wrong or group.verdict.caution
     if value:
-        if reason is not None:
+        if group.verdict.obstacle is None and group.verdict.wrong is not None:
+            notes.append(_wrong(group, "FUSEPATCH_OPTIMIZER_FUSED=0 takes it away"))
+        elif reason is not None:
             notes.append(
                 Note(
                     "fallback",
@@ -182,7 +195,7 @@ def _fused_by_rule(
         reason = f"{group.class_name} has no fused form in this torch"
     elif foreach is not None and not foreach_asked:
         reason = f"{group.source} passes foreach={foreach}"
-    elif group.verdict.obstacle is None and reason is not None:
+    elif reason is not None and reason == group.verdict.caution:
         reason += "; FUSEPATCH_OPTIMIZER_FUSED=1 fuses it all the same"
     if reason is not None:
         notes.append(Note("fallback", f"not fused: {reason}"))

@@ -5,17 +5,24 @@ view of the parameter's group. State, param groups, learning rate and checkpoint
 framework's own `step()` finds no gradients and changes nothing. What a hook does not take (a parameter that was added or
 unfrozen later, a batch during which the hooks are disarmed) keeps its gradient, and that same `step()` updates it.
 
-Exact where one backward makes the whole gradient and an update needs nothing but its own parameter. `obstacles` names what
-is in the way; a parameter whose gradient arrives in several parts raises at the second one.
+Exact where one backward makes the whole gradient, an update needs nothing but its own parameter, and nothing reads a
+parameter between its update and the end of that backward. `obstacles` names what is in the way before; a parameter whose
+gradient arrives in several parts raises at the second one. Who reads an updated weight is found out by autograd, whose version
+counter every update raises, and where a checkpointed region is computed again by `recomputed`.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
+import math
+import re
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fusepatch.errors import InBackwardError
@@ -74,6 +81,10 @@ _WRAPPERS: Mapping[str, tuple[str, str, str]] = {
 }
 
 
+_WRAPPERS_OF_STEP = frozenset({"torch.optim.optimizer", "torch.optim.lr_scheduler", "torch.utils._contextlib"})
+"""Modules of torch whose wrappers of a step change nothing but what is counted and recorded around it."""
+
+
 class Obstacle(NamedTuple):
     """Something that makes in-backward wrong or useless: what was found, why it is in the way, what to change."""
 
@@ -85,13 +96,17 @@ class Obstacle(NamedTuple):
         return f"{self.found}: {self.why}; {self.change}"
 
 
-def refuse(where: str, obstacles: Collection[Obstacle]) -> None:
-    """Raise InBackwardError with every obstacle, if there is one. `where` names whose training it is."""
+def refuse(where: str, obstacles: Collection[Obstacle], begun: bool = False) -> None:
+    """Raise InBackwardError with every obstacle, if there is one. `where` names whose training it is, `begun` says that it
+    has taken steps already."""
     if obstacles:
         listed = "\n".join(f"  - {obstacle}" for obstacle in obstacles)
+        consequence = "training did not start and no parameter was changed"
+        if begun:
+            consequence = "training stops before this step has changed a parameter"
         raise InBackwardError(
-            f"the optimizer of {where} cannot run inside backward (FUSEPATCH_OPTIMIZER_IN_BACKWARD=1); training did not start and "
-            f"no parameter was changed:\n{listed}\nChange that, or unset FUSEPATCH_OPTIMIZER_IN_BACKWARD."
+            f"the optimizer of {where} cannot run inside backward (FUSEPATCH_OPTIMIZER_IN_BACKWARD=1); {consequence}:\n{listed}\n"
+            f"Change that, or unset FUSEPATCH_OPTIMIZER_IN_BACKWARD."
         )
 
 
@@ -125,7 +140,7 @@ def _of_optimizer(optimizer: Any) -> Iterable[Obstacle]:
             "use a class of torch, torchao or bitsandbytes",
         )
         return
-    step = inspect.unwrap(kind.step)
+    step = _unwrapped_step(kind.step)
     package, owner = step.__module__.partition(".")[0], step.__qualname__.rpartition(".")[0]
     if owner not in KNOWN_STEPS.get(package, ()):
         known = "; ".join(f"{package}: {', '.join(sorted(owners))}" for package, owners in KNOWN_STEPS.items())
@@ -135,13 +150,7 @@ def _of_optimizer(optimizer: Any) -> Iterable[Obstacle]:
             "cannot be had inside backward)",
             f"use one of the classes with a known step, or a subclass that keeps it ({known})",
         )
-    own_step = vars(optimizer).get("step")
-    if own_step is not None and _is_compiled(own_step):
-        yield Obstacle(
-            "optimizer.step is compiled (torch.compile)",
-            "the compiled step takes all parameters at once",
-            "leave the step uncompiled",
-        )
+    yield from _of_step(optimizer)
     if any(group.get("differentiable") for group in optimizer.param_groups):
         yield Obstacle(
             "the optimizer has differentiable=True",
@@ -158,6 +167,93 @@ def _of_optimizer(optimizer: Any) -> Iterable[Obstacle]:
             "pass the class instead, without overrides (FUSEPATCH_OPTIMIZER_CLASS=bitsandbytes.optim.AdamW8bit), or take "
             "torchao.optim.AdamW8bit",
         )
+
+
+def _of_step(optimizer: torch.optim.Optimizer) -> Iterable[Obstacle]:
+    """What others have put around or in place of the step, which in-backward would leave out."""
+    kind = type(optimizer)
+    of_class = _foreign_wrapper(kind.step)
+    if of_class is not None:
+        yield _replaced(f"{kind.__module__}.{kind.__qualname__}.step is wrapped", of_class)
+    yield from of_own_step(optimizer)
+    for hook in _pre_hooks(optimizer).values():
+        if not _is_ours(hook):
+            yield Obstacle(
+                f"a step pre-hook is registered ({_described(_innermost(hook))})",
+                "it runs in step(), when the parameters are updated and the gradients gone, so whatever it does to gradients "
+                "(clipping, masking, averaging) would be lost",
+                "remove it, and change gradients in hooks of the parameters (Tensor.register_hook), which run before the update",
+            )
+
+
+def of_own_step(optimizer: Any) -> Iterable[Obstacle]:
+    """A `step` that was set on an optimizer, or on a framework's wrapper of one, and does something of its own."""
+    own = vars(optimizer).get("step")
+    if own is None:
+        return
+    if _is_compiled(own):
+        yield Obstacle(
+            "optimizer.step is compiled (torch.compile)",
+            "the compiled step takes all parameters at once",
+            "leave the step uncompiled",
+        )
+        return
+    wrapper = _foreign_wrapper(own)
+    if wrapper is None and _unwrapped_step(own) is not _unwrapped_step(type(optimizer).step):
+        wrapper = _unwrapped_step(own)
+    if wrapper is not None:
+        yield _replaced(f"step was replaced on this {type(optimizer).__qualname__}", wrapper)
+
+
+def _replaced(found: str, by: Any) -> Obstacle:
+    return Obstacle(
+        f"{found} ({_described(by)})",
+        "in-backward takes the class's own step for each parameter, so whatever that function does besides would be lost",
+        "leave the step as it is",
+    )
+
+
+def _pre_hooks(optimizer: torch.optim.Optimizer) -> dict[int, Callable[..., Any]]:
+    from torch.optim import optimizer as module
+
+    return {**module._global_optimizer_pre_hooks, **optimizer._optimizer_step_pre_hooks}
+
+
+def _innermost(hook: Any) -> Any:
+    return inspect.unwrap(hook.func if isinstance(hook, functools.partial) else hook)
+
+
+def _is_ours(hook: Any) -> bool:
+    return str(getattr(_innermost(hook), "__module__", "")).partition(".")[0] == "fusepatch"
+
+
+def _plain(step: Any) -> Any:
+    return step.__func__ if isinstance(step, MethodType) else step
+
+
+def _unwrapped_step(step: Any) -> Any:
+    """The function that updates: wrappers around it (`functools.wraps`) taken off."""
+    return inspect.unwrap(_plain(step))
+
+
+def _foreign_wrapper(step: Any) -> Any:
+    """The outermost wrapper of a step that is not torch's own; None where there is none.
+
+    `functools.wraps` copies names, so the module that a wrapper says it is from is that of what it wraps. Its globals are
+    its own.
+    """
+    step = _plain(step)
+    while hasattr(step, "__wrapped__"):
+        if not isinstance(step, FunctionType) or step.__globals__.get("__name__") not in _WRAPPERS_OF_STEP:
+            return step
+        step = _plain(step.__wrapped__)  # type: ignore[attr-defined]
+    return None
+
+
+def _described(function: Any) -> str:
+    if isinstance(function, FunctionType):
+        return f"{function.__code__.co_name} in {function.__globals__.get('__name__')}"
+    return f"an object of {type(function).__module__}.{type(function).__qualname__}"
 
 
 def _is_compiled(step: Any) -> bool:
@@ -209,9 +305,13 @@ class InBackward:
         armed: whether backward passes from now on update parameters; the attribute can be set at any time between them.
         on_skipped: makes each gradient whose norm is not finite leave its parameter and state as they are, and is
             called after a step with the names of such parameters.
+        stepped: returns the optimizer that the training is about to step, which must still be this one.
 
     Raises:
-        InBackwardError: out of backward, where a parameter's hook runs a second time before the optimizer's step.
+        InBackwardError: out of backward, where a parameter's hook runs a second time before the optimizer's step; where the
+            step was replaced, a step pre-hook was added or another optimizer is stepped since (before anything is updated); and
+            where a checkpointed region reads an updated parameter when it is computed again.
+        RuntimeError: autograd's own, where a parameter that was saved for backward has been updated.
     """
 
     def __init__(
@@ -221,13 +321,17 @@ class InBackward:
         leave: Collection[torch.Tensor] = (),
         armed: bool = True,
         on_skipped: Callable[[list[str]], None] | None = None,
+        stepped: Callable[[], Any] | None = None,
     ) -> None:
         self.armed = armed
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._names = names
         self._step = _without_hooks(type(optimizer).step)
+        self._around = self._around_step()
         self._on_skipped = on_skipped
-        self._updated: set[torch.Tensor] = set()
+        self._stepped = stepped
+        self.updated: set[torch.Tensor] = set()
+        self._by_storage: dict[int, list[torch.Tensor]] = {}
         self._groups: dict[torch.Tensor, dict[str, Any]] = {}
         self._not_finite: list[tuple[torch.Tensor, torch.Tensor]] = []
         # Autograd has one thread per device, and a model may be spread over several.
@@ -237,6 +341,7 @@ class InBackward:
         self.number_of_parameters = len(hooked)
         self._handles: list[RemovableHandle] = [p.register_post_accumulate_grad_hook(self._hook()) for p in hooked]
         self._handles.append(optimizer.register_step_post_hook(self._step_ended))
+        _live.add(self)
 
     def _hook(self) -> Callable[[torch.Tensor], None]:
         # The garbage collector does not see through a parameter's hooks: one that held this object, and with it the optimizer
@@ -255,6 +360,17 @@ class InBackward:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        _live.discard(self)
+
+    def updated_in(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The parameter whose memory a tensor shares, if it has been updated since the optimizer's last step."""
+        if tensor in self.updated:
+            return tensor
+        for parameter in self._by_storage.get(_storage(tensor), ()):
+            (start, end), (first, last) = _extent(parameter), _extent(tensor)
+            if start < last and first < end:
+                return parameter
+        return None
 
     def name(self, parameter: torch.Tensor) -> str:
         """The parameter's name, or its shape where it has none."""
@@ -264,29 +380,58 @@ class InBackward:
         if not self.armed:
             return
         with self._lock:
-            if not self._updated:  # checkpoints that were loaded and groups that were added since replace the groups
-                self._groups = {p: group for group in self._optimizer.param_groups for p in group["params"]}
+            if not self.updated:
+                self._look_again()
+                # Checkpoints that were loaded and groups that were added since replace the groups.
+                self._groups = {p: group for group in self.optimizer.param_groups for p in group["params"]}
             group = self._groups.get(parameter)
             if group is None or parameter.grad is None:
                 return
-            if parameter in self._updated:
+            if parameter in self.updated:
                 raise InBackwardError(
                     f"the gradient of {self.name(parameter)} arrived a second time before the optimizer's step, and its first part "
                     f"has updated the parameter already (FUSEPATCH_OPTIMIZER_IN_BACKWARD=1). In-backward needs one backward per "
-                    f"optimizer step: no gradient accumulation, one loss.backward() in each training step, and "
+                    f"optimizer step: no gradient accumulation, one loss.backward() in each training step, a step of this "
+                    f"{type(self.optimizer).__qualname__} (and of no other optimizer) after it, and "
                     f'gradient_checkpointing_kwargs={{"use_reentrant": False}} where a module runs more than once in a forward. '
                     f"Change that, or unset FUSEPATCH_OPTIMIZER_IN_BACKWARD; the weights of this step are not those of an ordinary one."
                 )
-            self._updated.add(parameter)
+            self.updated.add(parameter)
+            if _storage(parameter):
+                self._by_storage.setdefault(_storage(parameter), []).append(parameter)
             self._take_step({**group, "params": [parameter]}, parameter)
             parameter.grad = None
+            _raise_version(parameter)
+
+    def _around_step(self) -> tuple[Any, ...]:
+        """What others can put around or in place of the step, as something to compare."""
+        return (vars(self.optimizer).get("step"), type(self.optimizer).step, *_pre_hooks(self.optimizer))
+
+    def _look_again(self) -> None:
+        """Before the first update of a backward: whether the step is still the one that was judged, and will be taken."""
+        kind = type(self.optimizer)
+        around = self._around_step()
+        if around != self._around:
+            refuse(f"this training ({kind.__module__}.{kind.__qualname__})", [*_of_step(self.optimizer)], begun=True)
+            self._around, self._step = around, _without_hooks(kind.step)
+        if self._stepped is not None and self._stepped() is not self.optimizer:
+            now = type(self._stepped())
+            raise InBackwardError(
+                f"the optimizer that the training steps is another one ({now.__module__}.{now.__qualname__}) than the "
+                f"{kind.__module__}.{kind.__qualname__} whose step runs inside backward (FUSEPATCH_OPTIMIZER_IN_BACKWARD=1): it was "
+                f"exchanged during the forward. This step has changed no parameter. Exchange it between two steps, or unset "
+                f"FUSEPATCH_OPTIMIZER_IN_BACKWARD."
+            )
+        for hook in _pre_hooks(self.optimizer).values():
+            if _is_ours(hook):  # they judge parameters and states before the first step
+                hook(self.optimizer, (), {})
 
     def _take_step(self, view: dict[str, Any], parameter: torch.Tensor) -> None:
         gradient = parameter.grad
         assert gradient is not None
         if gradient.is_sparse and view.get("fused"):
             view["fused"] = None  # the fused kernels take no sparse gradients, which nothing showed before
-        optimizer, groups = self._optimizer, self._optimizer.param_groups
+        optimizer, groups = self.optimizer, self.optimizer.param_groups
         flag = self._flag_not_finite(parameter, gradient) if self._on_skipped is not None else None
         if flag is not None and not view.get("fused"):
             if flag.item():
@@ -314,7 +459,8 @@ class InBackward:
         return flag
 
     def _step_ended(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self._updated.clear()
+        self.updated.clear()
+        self._by_storage.clear()
         flags, self._not_finite = self._not_finite, []
         if self._on_skipped is not None and flags:
             import torch
@@ -331,3 +477,86 @@ def _without_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
     while getattr(step, "hooked", False):
         step = step.__wrapped__  # type: ignore[attr-defined]
     return step
+
+
+_live: weakref.WeakSet[InBackward] = weakref.WeakSet()
+
+
+def any_live() -> bool:
+    """Whether hooks are in place anywhere."""
+    return bool(_live)
+
+
+def early() -> list[InBackward]:
+    """Those that have updated parameters in a backward after which the optimizer has not been stepped yet."""
+    return [attached for attached in _live if attached.armed and attached.updated]
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or this rank's part of a DTensor."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """What tells one storage from another; 0 for a tensor that has none of its own (sparse ones, some subclasses)."""
+    try:
+        return int(_local(tensor).untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return 0
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """The first byte of a tensor in its storage and the one after the last."""
+    tensor = _local(tensor)
+    if tensor.numel() == 0:
+        return 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.storage_offset()
+    return int(start * tensor.itemsize), int((start + last + 1) * tensor.itemsize)
+
+
+def _raise_version(parameter: torch.Tensor) -> None:
+    """Make autograd see that a parameter has changed, which torch's fused kernels and those of other packages do not."""
+    from torch.autograd.graph import increment_version
+
+    increment_version(parameter)
+    local = _local(parameter)
+    if local is not parameter:
+        increment_version(local)
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Turn autograd's error about a weight that was updated too early into an InBackwardError that says what to do."""
+    try:
+        yield
+    except RuntimeError as error:
+        names = _named_by(str(error))
+        if not names:
+            raise
+        raise InBackwardError(
+            f"autograd needs a weight in backward whose gradient was complete before and has updated it "
+            f"(FUSEPATCH_OPTIMIZER_IN_BACKWARD=1): by shape and version it is {' or '.join(names)}. {DETACHED} Autograd's own "
+            f"words: {error}"
+        ) from error
+
+
+def _named_by(message: str) -> list[str]:
+    """The updated parameters that autograd's error can be about: the same version, and as many elements or a part of them."""
+    found = re.search(r"modified by an inplace operation: \[\S+ \[([\d, ]*)\]\].* is at version (\d+);", message)
+    if found is None:
+        return []
+    size = math.prod(int(length) for length in found[1].split(", ") if length)
+    return [
+        attached.name(parameter)
+        for attached in early()
+        for parameter in attached.updated
+        if parameter._version == int(found[2]) and size and parameter.numel() % size == 0
+    ]
+
+
+DETACHED = (
+    "A weight that is also used without its gradient (weight.detach(), requires_grad switched off for a part of the forward) "
+    "may be read after its update; the weights of this step are not those of an ordinary one. Use a copy there "
+    "(weight.detach().clone()), or unset FUSEPATCH_OPTIMIZER_IN_BACKWARD."
+)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from fusepatch.optim.capability import dtensor_type, in_releases
@@ -54,16 +54,85 @@ def caution(kind: type[torch.optim.Optimizer], parameters: Collection[torch.Tens
     return None
 
 
-def foreign_state(optimizer: torch.optim.Optimizer) -> str | None:
-    """Whether the states that were loaded are another class's, where the class's own loading does not look: bitsandbytes'."""
-    if not _derives(type(optimizer), "bitsandbytes"):
+STATES: Mapping[tuple[str, str], tuple[frozenset[str], ...]] = {
+    ("torch", "ASGD"): (frozenset({"step", "eta", "mu", "ax"}),),
+    ("torch", "Adadelta"): (frozenset({"square_avg", "acc_delta"}),),
+    ("torch", "Adafactor"): (frozenset({"step", "row_var", "col_var"}), frozenset({"step", "variance"})),
+    ("torch", "Adagrad"): (frozenset({"step", "sum"}),),
+    ("torch", "Adam"): (frozenset({"step", "exp_avg", "exp_avg_sq"}),),
+    ("torch", "AdamW"): (frozenset({"step", "exp_avg", "exp_avg_sq"}),),
+    ("torch", "Adamax"): (frozenset({"step", "exp_avg", "exp_inf"}),),
+    ("torch", "Muon"): (frozenset({"momentum_buffer"}),),
+    ("torch", "NAdam"): (frozenset({"step", "exp_avg", "exp_avg_sq", "mu_product"}),),
+    ("torch", "RAdam"): (frozenset({"step", "exp_avg", "exp_avg_sq"}),),
+    ("torch", "RMSprop"): (frozenset({"step", "square_avg"}),),
+    ("torch", "Rprop"): (frozenset({"step", "prev", "step_size"}),),
+    ("torchao", "_AdamBase"): (frozenset({"step", "exp_avg", "exp_avg_sq"}),),
+    ("transformers", "Adafactor"): (
+        frozenset({"step", "exp_avg_sq_row", "exp_avg_sq_col"}),
+        frozenset({"step", "exp_avg_sq"}),
+    ),
+}
+"""What a step takes for granted in a parameter's state once there is one, by the package and the class that define the step."""
+
+
+def lost_keys(optimizer: torch.optim.Optimizer, keys: Collection[str]) -> str | None:
+    """Which of `keys`, those that each param group has when it is constructed, are not there since something was loaded."""
+    for group in optimizer.param_groups:
+        missing = sorted(set(keys) - set(group))
+        if missing:
+            return f"the param groups that were loaded have no {', '.join(missing)}, so another class wrote them"
+    return None
+
+
+def foreign_state(optimizer: torch.optim.Optimizer, states: Iterable[Mapping[str, Any]]) -> str | None:
+    """Why the states of a checkpoint cannot be trained with, since another class wrote them, as words for a sentence.
+
+    None where they can, and for classes whose step is not known.
+    """
+    states = [state for state in states if state]
+    if _derives(type(optimizer), "bitsandbytes"):
+        return _foreign_to_bitsandbytes(optimizer, states)
+    step = inspect.unwrap(type(optimizer).step)
+    owner = step.__qualname__.rpartition(".")[0]
+    wanted = STATES.get((step.__module__.partition(".")[0], owner))
+    gathers = getattr(type(optimizer), "_init_group", step).__qualname__.rpartition(".")[0]
+    if wanted is None or gathers != owner:
         return None
-    for state in optimizer.state.values():
-        if state and "state1" not in state:
-            return (
-                f"the states that were loaded have {', '.join(sorted(map(str, state)))}, so another class wrote them; start without the "
-                f"optimizer's checkpoint, or with the class that wrote it"
-            )
+    for state in states:
+        if not any(names <= state.keys() for names in wanted):
+            return _foreign(state, " or ".join(", ".join(sorted(names)) for names in wanted))
+    return _foreign_to_torchao(optimizer, states) if owner == "_AdamBase" else None
+
+
+def _foreign(state: Mapping[Any, Any], wanted: str) -> str:
+    found = ", ".join(sorted(map(str, state)))
+    return f"the states that were loaded have {found}, and wanted is {wanted}, so another class wrote them"
+
+
+def _foreign_to_bitsandbytes(optimizer: Any, states: Collection[Mapping[str, Any]]) -> str | None:
+    two = _derives(type(optimizer), "bitsandbytes", ("Optimizer2State",))
+    for state in states:
+        if "state1" not in state or ("state2" in state) != two:
+            return _foreign(state, "state1 and state2" if two else "state1 without state2")
+    bits = optimizer.args.optim_bits
+    large = [state["state1"] for state in states if state["state1"].numel() >= optimizer.args.min_8bit_size]
+    if large and not any((one.element_size() == 1) == (bits == 8) for one in large):
+        return f"the states that were loaded are {large[0].dtype}, and those of this class have {bits} bits"
+    return None
+
+
+def _foreign_to_torchao(optimizer: Any, states: Collection[Mapping[str, Any]]) -> str | None:
+    import torch
+
+    try:
+        wanted = type(optimizer._subclass_zeros(torch.empty(optimizer.block_size), True, optimizer.block_size))
+    except NotImplementedError:
+        return None
+    for state in states:
+        found = type(getattr(state["exp_avg"], "_local_tensor", state["exp_avg"]))
+        if found not in (wanted, torch.Tensor):
+            return f"the states that were loaded are {found.__name__}, and those of this class are {wanted.__name__}"
     return None
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-from contextlib import suppress
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -33,23 +32,16 @@ _left_without: WeakKeyDictionary[Any, LeftWithout] = WeakKeyDictionary()
 
 def note(model: Any, left_without: LeftWithout | None) -> None:
     """Keep what became of a model's fused linear cross-entropy, as `liger.instance_flags` saw it: None where it is on."""
-    with suppress(TypeError):  # a class of the user's own that cannot be hashed, or referred to weakly
-        if left_without is None:
-            _left_without.pop(model, None)
-        else:
-            _left_without[model] = left_without
-
-
-def _noted(model: Any) -> LeftWithout | None:
-    with suppress(TypeError):
-        return _left_without.get(model)
-    return None
+    if left_without is None:
+        _left_without.pop(model, None)
+    else:
+        _left_without[model] = left_without
 
 
 def compute_loss(proceed: Proceed, trainer: Any, *args: Any, **kwargs: Any) -> Any:
     """Handler of `SFTTrainer.compute_loss`: TRL's branch without Liger where the loss is not Liger's."""
     model = trainer.model.get_base_model() if hasattr(trainer.model, "get_base_model") else trainer.model
-    left = _noted(model)
+    left = _left_without.get(model)
     if left is None or not trainer.args.use_liger_kernel or _runs_ligers_forward(model) or not _asks_liger(proceed):
         return proceed(trainer, *args, **kwargs)
     dft = trainer.args.loss_type == "dft"

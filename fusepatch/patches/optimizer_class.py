@@ -8,9 +8,10 @@ the class that was asked for. Classes that a user chose in a framework's configu
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -94,7 +95,9 @@ def _exchange(
         ledger.warn_once(f"{ID}: {subject}: FUSEPATCH_OPTIMIZER_CLASS={path} is constructed, but {caution}")
     if kind is type(optimizer):
         _tell(subject, planned.notes)
-        return proceed(optimizer, params, **{**dict(arguments), **planned.kwargs})
+        proceed(optimizer, params, **{**dict(arguments), **planned.kwargs})
+        _watch_loading(optimizer, subject)
+        return None
     exchange.become(optimizer, path, kind, takes, params, planned.kwargs)
     carried = [name for name in planned.kwargs if name in given and name not in asked]
     ledger.replaced(
@@ -103,9 +106,16 @@ def _exchange(
         f"{', ' if carried else ''}{', '.join(carried)}{' and ' + ', '.join(asked) + ' of its own' if asked else ''}",
     )
     _tell(subject, planned.notes)
-    optimizer.register_load_state_dict_pre_hook(_compare_groups)
+    _watch_loading(optimizer, subject)
     optimizer.register_step_pre_hook(_judged_at_first_step(path, subject))
     return None
+
+
+def _watch_loading(optimizer: Any, subject: str) -> None:
+    # torch adds a key of its own to the defaults later.
+    keys = frozenset(optimizer.defaults)
+    optimizer.register_load_state_dict_pre_hook(functools.partial(_compare_groups, subject))
+    optimizer.register_load_state_dict_post_hook(functools.partial(_look_for_keys, keys))
 
 
 def _given(
@@ -150,22 +160,64 @@ def _refusal(path: str, subject: str, obstacle: str) -> OptimizerClassError:
     )
 
 
-def _compare_groups(optimizer: Any, state_dict: dict[str, Any]) -> None:
-    """`load_state_dict` pre-hook: a checkpoint of another class is found out before its states are taken for this one's."""
+def _compare_groups(subject: str, optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """`load_state_dict` pre-hook: a checkpoint of another class is found out before its states are taken for this one's.
+
+    Returns what is to be loaded: with the flags that tell the class that was asked for from another one with the same keys.
+    """
+    from fusepatch.optim import refusals
+
     kind = type(optimizer)
+    groups = []
     for live, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
         missing = sorted(set(live) - set(saved) - _SCHEDULERS_OWN)
         more = sorted(set(saved) - set(live) - _SCHEDULERS_OWN)
         # A release of the same class may have added a flag since; numbers and another class's keys are something else.
         numbers = [name for name in missing if not isinstance(live[name], bool | None)]
         if (numbers and more) or (_FLAGS_OF_TORCH.issubset(more) and not is_below(kind.__module__, ("torch.optim",))):
-            raise OptimizerClassError(
-                f"load_state_dict of {kind.__module__}.{kind.__qualname__}: the checkpoint was written by an optimizer of another "
-                f"class: its param groups have {', '.join(more)}, and lack {', '.join(missing) or 'nothing'}. Its states mean "
-                f"something else there, and training would go on from wrong ones or stop at the next step. Nothing was loaded; start "
-                f"without the optimizer's checkpoint, or set FUSEPATCH_OPTIMIZER_CLASS to the class that wrote it"
+            raise _refusal_of_checkpoint(
+                kind,
+                f"the checkpoint was written by an optimizer of another class: its param groups have {', '.join(more)}, and lack "
+                f"{', '.join(missing) or 'nothing'}. Its states mean something else there, and training would go on from wrong "
+                f"ones or stop at the next step. Nothing was loaded",
             )
+        kept = {
+            name: live[name] for name in _OF_THE_CLASS if name in live and saved.get(name, live[name]) != live[name]
+        }
+        groups.append({**saved, **kept})
+        for name, value in kept.items():
+            ledger.replaced(
+                ID,
+                f"load_state_dict of {kind.__qualname__}, {subject}: {name}: {saved[name]} in the checkpoint -> {value}, which the "
+                f"class that was asked for has",
+            )
+    foreign = refusals.foreign_state(optimizer, state_dict["state"].values())
+    if foreign is not None:
+        raise _refusal_of_checkpoint(
+            kind, f"{foreign}. Training would go on from wrong ones or stop at a later step. Nothing was loaded"
+        )
+    rest = state_dict["param_groups"][len(groups) :]  # torch says what is wrong with their number
+    return {**state_dict, "param_groups": [*groups, *rest]}
 
+
+def _look_for_keys(keys: Collection[str], optimizer: Any) -> None:
+    """`load_state_dict` post-hook: what the class reads in its groups and has not filled in by itself for older checkpoints."""
+    from fusepatch.optim import refusals
+
+    found = refusals.lost_keys(optimizer, keys)
+    if found is not None:
+        raise _refusal_of_checkpoint(type(optimizer), f"{found}. A later step would stop. No step was taken")
+
+
+def _refusal_of_checkpoint(kind: type[Any], found: str) -> OptimizerClassError:
+    return OptimizerClassError(
+        f"load_state_dict of {kind.__module__}.{kind.__qualname__}: {found}; start without the optimizer's checkpoint, or set "
+        f"FUSEPATCH_OPTIMIZER_CLASS to the class that wrote it"
+    )
+
+
+_OF_THE_CLASS = ("decoupled_weight_decay",)
+"""Keys of a param group that are not hyperparameters but say which class it is: Adam and AdamW differ in nothing else."""
 
 _SCHEDULERS_OWN = frozenset({"params", "param_names", "initial_lr", "swa_lr"})
 """Keys of a param group that are not the optimizer class's."""
@@ -186,9 +238,12 @@ def _judged_at_first_step(path: str, subject: str) -> Callable[[Any, Any, Any], 
         nonlocal judged
         if not judged:
             tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-            obstacle = refusals.obstacle(type(optimizer), tensors) or refusals.foreign_state(optimizer)
+            obstacle = refusals.obstacle(type(optimizer), tensors)
             if obstacle is not None:
                 raise _refusal(path, f"{subject}, at the first step", obstacle)
+            foreign = refusals.foreign_state(optimizer, optimizer.state.values())
+            if foreign is not None:
+                raise _refusal_of_checkpoint(type(optimizer), f"{foreign}. No step was taken")
             judged = True
 
     uncompiled: Callable[[Any, Any, Any], None] = torch.compiler.disable(judge)  # type: ignore[no-untyped-call]
@@ -259,7 +314,9 @@ PATCH = Patch(
         "a **kwargs of the class gets the learning rate where no constructor names it, and nothing else that was not asked for",
         "the constructor runs on an object that was made as an AdamW; a metaclass that makes instances in its own way is refused",
         "frameworks that hand a configuration to DeepSpeed or Megatron construct no optimizer of torch, and are not reached",
-        "the checkpoint of another optimizer class is refused where its param groups show that it is one",
+        "the checkpoint of another optimizer class is refused where its param groups or its states show that it is one (of classes "
+        "that are neither torch's, torchao's, bitsandbytes' nor transformers' Adafactor, the groups alone are known); where both have "
+        "what the class reads (Adam, AdamW, NAdam and RAdam), it is loaded, and decoupled_weight_decay stays that of the class",
         "the Trainer keeps embeddings in 32 bits for its own adamw_bnb_8bit; for a class by path it does not",
     ),
     sites=(

@@ -8,10 +8,12 @@ the caller's dictionaries, and a generator of parameters can be read only once.
 
 from __future__ import annotations
 
+import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 from fusepatch import settings
 from fusepatch.engine import ledger
@@ -22,7 +24,6 @@ from fusepatch.patches.frameworks import own_values
 from fusepatch.patches.upstreams import TORCH
 
 if TYPE_CHECKING:
-    from fusepatch.optim.capability import Verdict
     from fusepatch.optim.flags import Decision, Note, Passed, Request
     from fusepatch.optim.groups import Members
 
@@ -46,11 +47,16 @@ CLASSES = {
 torch deletes the attributes of most)."""
 
 
+FUSED = frozenset({"Adam", "AdamW", "SGD", "Adagrad"})
+"""Those that have a fused form."""
+
+
 class _Managed:
     """An optimizer whose flags are decided here, and what they are decided from, also for groups that are added later.
 
     `name` is torch's class whose constructor is wrapped, `takes` that constructor's parameters, `passed` the flags of the
-    call, `own` the values of `frameworks.FRAMEWORKS` that the caller passes by itself.
+    call, `own` the values of `frameworks.FRAMEWORKS` that the caller passes by itself. `plain` is what `fused` and `foreach` of
+    each group would be without this patch, `plain_call` the same for a group that is not among them (a copy that someone made).
     """
 
     def __init__(
@@ -61,6 +67,11 @@ class _Managed:
         self.caller = caller
         self.own = own
         self.passed: Mapping[str, Passed] = {}
+        self.plain_call: Mapping[str, Any] = {}
+        self.plain: list[tuple[dict[str, Any], Mapping[str, Any]]] = []
+        self.judged: dict[int, Any] = {}
+        self.looking = False
+        self.warned = False
 
     def passed_in(self, values: Mapping[str, Any]) -> dict[str, Passed]:
         """The flags among `values`; None counts as not passed."""
@@ -69,11 +80,31 @@ class _Managed:
         present = {flag: values[flag] for flag in FLAGS if values.get(flag) is not None}
         return {flag: Passed(value, value not in self.own.get(flag, ())) for flag, value in present.items()}
 
+    def passed_for(self, own: Mapping[str, Any] | None) -> dict[str, Passed]:
+        """The flags that a group was passed: its own values, else the call's."""
+        return {**self.passed, **self.passed_in(own or {})}
+
+    def value_of(self, flag: str, own: Mapping[str, Any] | None) -> Any:
+        """What was passed for a flag of a group, None where nothing was."""
+        passed = self.passed_for(own).get(flag)
+        return passed.value if passed is not None else None
+
+    def plain_of(self, group: dict[str, Any]) -> Mapping[str, Any]:
+        """`fused` and `foreach` as a group would have them without this patch."""
+        return next((flags for known, flags in self.plain if known is group), self.plain_call)
+
+    def chose_fused(self, group: dict[str, Any]) -> bool:
+        """Whether a group is fused because this patch set the flag."""
+        return bool(group.get("fused")) and not self.plain_of(group).get("fused")
+
     def tell(self, notes: Iterable[Note], where: str = "") -> None:
         """Record what was decided; StrictError where a request was refused and strict mode is on."""
-        subject = f"{self.name} in {self.caller}{where}"
         for note in notes:
-            _RECORD[note.kind](ID, f"{subject}: {note.text}")
+            _RECORD[note.kind](ID, f"{self.subject}{where}: {note.text}")
+
+    @property
+    def subject(self) -> str:
+        return f"{self.name} in {self.caller}"
 
 
 def _warn(patch: str, text: str) -> None:
@@ -88,7 +119,19 @@ _RECORD: Mapping[str, Callable[[str, str], None]] = {
     "warning": _warn,
 }
 
-_managed: WeakKeyDictionary[Any, _Managed] = WeakKeyDictionary()
+_managed: dict[int, tuple[weakref.ref[Any], _Managed]] = {}
+"""By the optimizer's id, since an optimizer may compare by value and be unhashable. Nothing is kept on the optimizer itself: it
+pickles, copies and compiles as an ordinary one."""
+
+
+def _manage(optimizer: Any, managed: _Managed) -> None:
+    key = id(optimizer)
+    _managed[key] = (weakref.ref(optimizer, lambda _: _managed.pop(key, None)), managed)
+
+
+def _managed_by(optimizer: Any) -> _Managed | None:
+    reference, managed = _managed.get(id(optimizer), (None, None))
+    return managed if reference is not None and reference() is optimizer else None
 
 
 class _Call:
@@ -136,7 +179,7 @@ def construct(proceed: Proceed, optimizer: Any, *args: Any, **kwargs: Any) -> An
     call = _Call(managed.takes, args, kwargs)
     call.write("params", groups.materialise(call.passed().get("params")))
     try:
-        unsettled = _decide_all(optimizer, managed, call)
+        decisions = _decide_all(optimizer, managed, call)
     except FusepatchError:
         raise
     except Exception:
@@ -145,30 +188,47 @@ def construct(proceed: Proceed, optimizer: Any, *args: Any, **kwargs: Any) -> An
         ledger.refused(ID, f"the patch itself failed for {managed.name} in {caller}; please report this: {trace}")
         return proceed(optimizer, *call.args, **call.kwargs)
     result = proceed(optimizer, *call.args, **call.kwargs)
-    _managed[optimizer] = managed
-    optimizer.register_load_state_dict_pre_hook(_keep_flags)
-    if unsettled:
-        optimizer.register_step_pre_hook(_settled_by_first_step(managed))
+    if len(decisions) == len(optimizer.param_groups):
+        _manage(optimizer, managed)
+        for group, (decision, plain) in zip(optimizer.param_groups, decisions, strict=True):
+            _take_over(managed, group, decision, plain)
     return result
+
+
+def _take_over(managed: _Managed, group: dict[str, Any], decision: Decision, plain: Mapping[str, Any]) -> None:
+    """Fuse a group where that was decided here.
+
+    In the group and not in the call: a constructor that is given `fused=True` has GradScaler leave the unscaling and the
+    skipping to the kernels, so that AcceleratedOptimizer and schedulers no longer see skipped steps
+    (huggingface/accelerate#4242).
+    """
+    managed.plain.append((group, plain))
+    if decision.chosen:
+        group["fused"] = True
 
 
 def add_param_group(proceed: Proceed, optimizer: Any, param_group: Any, *args: Any, **kwargs: Any) -> Any:
     """Handler of `Optimizer.add_param_group`: a group that comes later is judged as if it had been there from the start."""
-    managed = _managed.get(optimizer)
-    if managed is not None and isinstance(param_group, dict):
-        from fusepatch.optim import groups
+    managed = _managed_by(optimizer)
+    if managed is None or not isinstance(param_group, dict):
+        return proceed(optimizer, param_group, *args, **kwargs)
+    from fusepatch.optim import groups
 
-        groups.materialise([param_group])
-        for member in groups.members([param_group]):
-            devices = _devices(optimizer.param_groups) | {tensor.device.type for tensor in member.tensors}
-            decision, _ = _decide(type(optimizer), managed, member, optimizer.defaults, devices)
-            managed.tell(decision.notes, ", added param group")
-            _write_group(param_group, decision, optimizer.defaults)
-    return proceed(optimizer, param_group, *args, **kwargs)
+    groups.materialise([param_group])
+    (member,) = groups.members([param_group])
+    devices = _devices(optimizer.param_groups) | {tensor.device.type for tensor in member.tensors}
+    decision = _decide(type(optimizer), managed, member, optimizer.defaults, devices)
+    managed.tell(decision.notes, ", added param group")
+    plain = {flag: param_group.get(flag, managed.plain_call.get(flag)) for flag in managed.plain_call}
+    _write_group(param_group, decision, optimizer.defaults)
+    result = proceed(optimizer, param_group, *args, **kwargs)
+    _take_over(managed, param_group, decision, plain)
+    return result
 
 
 def construct_other(proceed: Proceed, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
     """Handler of the base class's constructor: says of a class that has none of the flags that it was left alone."""
+    ledger.tell_of_lost()  # a class whose own constructor was replaced since passes here
     if not _has_flags(type(optimizer)):
         kinds = type(optimizer).__mro__
         caller = calling_module(skip=("torch.optim", *(kind.__module__ for kind in kinds)))
@@ -204,26 +264,31 @@ def _request() -> Request:
     return Request(fused, current.optimizer_foreach, current.optimizer_eps)
 
 
-def _decide_all(optimizer: Any, managed: _Managed, call: _Call) -> bool:
-    """Decide every group and write the call; returns whether the first step has to show whether fused can run."""
+def _decide_all(optimizer: Any, managed: _Managed, call: _Call) -> list[tuple[Decision, Mapping[str, Any]]]:
+    """Decide every group and write the call; returns each group's decision, and its flags as they would be without it."""
     from fusepatch.optim import groups
+    from fusepatch.optim.flags import FLAGS
 
     arrived = call.passed()
     members = groups.members(arrived.get("params"))
     if not members:
-        return False  # torch refuses the call
+        return []  # torch refuses the call
     managed.passed = managed.passed_in(arrived)
     devices = {tensor.device.type for member in members for tensor in member.tensors}
     values = call.values()
-    decided = [_decide(type(optimizer), managed, member, values, devices) for member in members]
-    decisions = [decision for decision, _ in decided]
+    managed.plain_call = {flag: values[flag] for flag in ("fused", "foreach") if flag in values}
+    decisions = [_decide(type(optimizer), managed, member, values, devices) for member in members]
     if all(decision.notes == decisions[0].notes for decision in decisions):
         managed.tell(decisions[0].notes)
     else:
         for index, decision in enumerate(decisions):
             managed.tell(decision.notes, f", param group {index}")
-    for flag in ("fused", "foreach", "eps"):
-        wanted = [getattr(decision, flag) for decision in decisions]
+    plain = [{**managed.plain_call, **_flags_in(member.own)} for member in members]
+    for flag in FLAGS:
+        given = [managed.value_of(flag, member.own) for member in members]
+        wanted = [_in_call(decision, flag, value) for decision, value in zip(decisions, given, strict=True)]
+        if wanted == given:
+            continue  # the constructor checks what the caller passed
         if all(value == wanted[0] for value in wanted):
             call.write(flag, wanted[0])
         elif flag != "eps":
@@ -233,12 +298,21 @@ def _decide_all(optimizer: Any, managed: _Managed, call: _Call) -> bool:
         values = call.values()
         for member, decision in zip(members, decisions, strict=True):
             _write_group(member.own, decision, values)
-    return any(decision.chosen and verdict.unsettled for decision, verdict in decided)
+    return list(zip(decisions, plain, strict=True))
+
+
+def _in_call(decision: Decision, flag: str, given: Any) -> Any:
+    """What the constructor is given for a flag: a `fused=True` that was chosen here comes into the group later."""
+    return given if flag == "fused" and decision.chosen else getattr(decision, flag)
+
+
+def _flags_in(own: Mapping[str, Any] | None) -> dict[str, Any]:
+    return {flag: own[flag] for flag in ("fused", "foreach") if flag in own} if own is not None else {}
 
 
 def _decide(
     kind: type[Any], managed: _Managed, member: Members, values: Mapping[str, Any], devices: set[str]
-) -> tuple[Decision, Verdict]:
+) -> Decision:
     from fusepatch.optim import capability, flags
 
     own = member.own or {}
@@ -253,8 +327,9 @@ def _decide(
             managed.name, tensors, scalars, bool(at.get("differentiable")), bool(at.get("capturable"))
         )
     eps = managed.takes["eps"].default if "eps" in managed.takes else None
-    passed = {**managed.passed, **managed.passed_in(own)}
-    group = flags.Group(passed, frozenset(managed.takes), eps, verdict, obstacle, managed.name, managed.caller)
+    group = flags.Group(
+        managed.passed_for(own), frozenset(managed.takes), eps, verdict, obstacle, managed.name, managed.caller
+    )
     decision = flags.decide(group, request)
     if request.eps is not None and decision.eps == request.eps and not decision.fused:
         dtype = capability.becomes_zero(request.eps, tensors)
@@ -264,7 +339,7 @@ def _decide(
                 f"of 0 makes them NaN; use a larger value"
             )
             decision = decision._replace(notes=(*decision.notes, flags.Note("warning", text)))
-    return decision, verdict
+    return decision
 
 
 def _write_group(own: dict[str, Any] | None, decision: Decision, defaults: Mapping[str, Any]) -> None:
@@ -272,8 +347,9 @@ def _write_group(own: dict[str, Any] | None, decision: Decision, defaults: Mappi
     if own is None:
         return
     for flag in ("fused", "foreach"):
-        wanted = getattr(decision, flag)
-        if own.get(flag, defaults.get(flag)) != wanted:
+        now = own.get(flag, defaults.get(flag))
+        wanted = _in_call(decision, flag, now)
+        if now != wanted:
             own[flag] = wanted
     if decision.eps is not None and own.get("eps", defaults.get("eps")) != decision.eps:
         own["eps"] = decision.eps
@@ -283,17 +359,31 @@ def _devices(param_groups: list[dict[str, Any]]) -> set[str]:
     return {param.device.type for group in param_groups for param in group["params"]}
 
 
-def _keep_flags(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """`load_state_dict` pre-hook: a checkpoint's groups bring everything but the flags, which stay the optimizer's own.
+def load_state_dict(proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
+    """Handler of `Optimizer.load_state_dict`: a checkpoint's groups bring everything but the flags, which stay the optimizer's
+    own."""
+    optimizer: Any
+    optimizer, *rest = args or (kwargs.pop("self"),)
+    state_dict = rest[0] if rest else kwargs.get("state_dict")
+    managed = _managed_by(optimizer)
+    if managed is None or not isinstance(state_dict, dict) or not isinstance(state_dict.get("param_groups"), list):
+        return proceed(optimizer, *rest, **kwargs)
+    plain = [managed.plain_of(group) for group in optimizer.param_groups]
+    flags = [_flags_in(group) for group in optimizer.param_groups]
+    # Before the loading: the flag decides on which device torch puts the `step` of each parameter's state.
+    result = proceed(optimizer, _with_own_flags(optimizer, managed, state_dict))
+    managed.plain = list(zip(optimizer.param_groups, plain, strict=True))
+    for group, own in zip(optimizer.param_groups, flags, strict=True):
+        group.update(own)  # a pre-hook of the user's may have brought other groups
+    return result
 
-    Before the loading, not after it: the flag decides on which device torch puts the `step` of each parameter's state.
-    """
+
+def _with_own_flags(optimizer: Any, managed: _Managed, state_dict: dict[str, Any]) -> dict[str, Any]:
     from fusepatch.optim.flags import with_flags_of
 
     live, saved = optimizer.param_groups, state_dict["param_groups"]
     groups = with_flags_of(live, saved)
-    managed = _managed.get(optimizer)
-    subject = f"load_state_dict of {type(optimizer).__name__} in {managed.caller if managed else 'a framework'}"
+    subject = f"load_state_dict of {type(optimizer).__name__} in {managed.caller}"
     asked = settings.current().optimizer_eps
     for before, after in zip(saved, groups, strict=True):
         for flag in ("fused", "foreach"):
@@ -316,59 +406,254 @@ def _keep_flags(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     return {**state_dict, "param_groups": groups}
 
 
-def _settled_by_first_step(managed: _Managed) -> Callable[[Any, Any, Any], Any]:
-    """A step pre-hook that looks at what the parameters did not show before: their device, sparse gradients.
+def state_dict(proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
+    """Handler of `Optimizer.state_dict`: the flags go into a checkpoint as they would be without this patch.
 
-    It looks until every parameter of a fused group has had a gradient, and where the step is given a closure, which makes
-    the gradients, after that. It stays registered, for torch iterates over the hooks when it calls it.
+    A run that resumes without fusepatch, or elsewhere, trains as if the first one had been without it too.
     """
+    result = proceed(*args, **kwargs)
+    optimizer: Any = args[0] if args else kwargs.get("self")
+    managed = _managed_by(optimizer)
+    if managed is not None and isinstance(result, dict):
+        with _contained(managed, "its state_dict() holds the flags that it trains with"):
+            saved = result["param_groups"]
+            for live, there in zip(optimizer.param_groups, saved, strict=True):
+                there.update(_plain_flags(managed, live))
+                if managed.chose_fused(live):
+                    for key in there["params"]:
+                        if key in result["state"]:
+                            result["state"][key] = _with_plain_step(result["state"][key], there)
+    return result
+
+
+def reduce(proceed: Proceed, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Handler of `Optimizer.__reduce_ex__`: pickles and copies are ordinary optimizers, with the flags as they would be."""
+    result = proceed(optimizer, *args, **kwargs)
+    managed = _managed_by(optimizer)
+    if managed is None or not (isinstance(result, tuple) and len(result) > 2 and isinstance(result[2], dict)):
+        return result
+    with _contained(managed, "a pickle or copy of it holds the flags that it trains with"):
+        kept = dict(result[2])
+        groups = kept["param_groups"]
+        state = kept["state"].copy()
+        for group in groups:
+            if managed.chose_fused(group):
+                for parameter in group["params"]:
+                    if parameter in state:
+                        state[parameter] = _with_plain_step(state[parameter], group)
+        kept["state"] = state
+        kept["param_groups"] = [{**group, **_plain_flags(managed, group)} for group in groups]
+        return (*result[:2], kept, *result[3:])
+    return result
+
+
+def _plain_flags(managed: _Managed, group: dict[str, Any]) -> dict[str, Any]:
+    return {flag: value for flag, value in managed.plain_of(group).items() if flag in group}
+
+
+def _with_plain_step(state: dict[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter's state with `step` as an unfused optimizer keeps it: on the CPU, where reading it costs no waiting."""
     import torch
 
+    step = state.get("step")
+    if not isinstance(step, torch.Tensor) or group.get("capturable"):
+        return state
+    dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
+    return {**state, "step": step.to("cpu", dtype)} if (step.device.type, step.dtype) != ("cpu", dtype) else state
+
+
+@contextmanager
+def _contained(managed: _Managed, consequence: str) -> Iterator[None]:
+    """A fault of ours beside torch's own work, which is done already, is recorded and ends nothing."""
+    try:
+        yield
+    except FusepatchError:
+        raise
+    except Exception:
+        trace = traceback.format_exc(limit=-3)
+        ledger.refused(ID, f"the patch itself failed for {managed.subject}; {consequence}; please report this: {trace}")
+
+
+def init_group(proceed: Proceed, optimizer: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
+    """Handler of `_init_group`, in which a step gathers what it hands to the kernel: parameters, gradients and states.
+
+    Every step of a fused group is looked at here, for gradients are new each time, and frameworks shard, swap and offload
+    parameters and states in place. Where something is not as the kernel presumes, the group goes on unfused: the step
+    reads the flag after this.
+    """
+    managed = _managed_by(optimizer)
+    if managed is None or managed.looking or not group.get("fused"):
+        return proceed(optimizer, group, *args, **kwargs)
+    ours = managed.chose_fused(group)
+    if managed.warned and not ours:
+        return proceed(optimizer, group, *args, **kwargs)
     from fusepatch.optim import capability
 
-    settled = False
+    names = [*capability.parameters_of(proceed.target.original)][2:]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    managed.looking = True  # where AdamW inherits Adam's, both are wrapped
+    try:
+        _look(optimizer, managed, group, lambda: _before(optimizer, managed, group, ours), [])
+        result = proceed(optimizer, group, *args, **kwargs)
+        lists = {name: value for name, value in given.items() if isinstance(value, list)}
+        if ours and not group.get("fused") and _is_traced():
+            # Dynamo has read the group's flag already.
+            raise sys.modules["torch._dynamo.exc"].RestartAnalysis(restart_reason="the optimizer's group is not fused")
+        _look(optimizer, managed, group, lambda: _after(optimizer, managed, lists, ours), lists.get("state_steps", []))
+        return result
+    finally:
+        managed.looking = False
 
-    def settle(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        if settled:
-            return None
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None:
-            look(optimizer)
-            return None
 
-        def evaluated() -> Any:
-            loss = closure()
-            look(optimizer)
-            return loss
+def _look(
+    optimizer: Any,
+    managed: _Managed,
+    group: dict[str, Any],
+    why_not: Callable[[], str | None],
+    steps: list[Any],
+) -> None:
+    """Take `fused` from a group where there is a reason why not; a fault of our own is one."""
+    if not group.get("fused"):
+        return
+    try:
+        reason = why_not()
+    except Exception:
+        reason = f"the patch itself failed; please report this: {traceback.format_exc(limit=-3)}"
+    if reason is None:
+        return
+    if managed.chose_fused(group):
+        _fall_back(optimizer, managed, group, reason, steps)
+    elif not managed.warned:
+        managed.warned = True
+        ledger.warn_once(
+            f"{ID}: {managed.subject}, at a step: fused=True is not this patch's and stays, but {reason}: torch's fused kernel "
+            f"trains on wrong numbers without a word there, or its step raises; pass fused=False, or FUSEPATCH_OPTIMIZER_FUSED=0 where a framework passes it"
+        )
 
-        return (args[0], evaluated, *args[2:]), {name: kwargs[name] for name in kwargs if name != "closure"}
 
-    def look(optimizer: Any) -> None:
-        nonlocal settled
-        settled = True
-        devices = _devices(optimizer.param_groups)
-        for group in optimizer.param_groups:
-            differentiable = bool(group.get("differentiable"))
-            verdict = capability.fused(type(optimizer), managed.name, group["params"], differentiable, devices)
-            obstacle = verdict.obstacle
-            if any(param.is_meta for param in group["params"]):
-                obstacle = "its parameters are still on the meta device at the first step"
-            if group["fused"] and obstacle is not None:
-                group["fused"] = None
-                optimizer._step_supports_amp_scaling = False
-                subject = f"{managed.name} in {managed.caller}, at the first step"
-                if settings.current().optimizer_fused is True:
-                    ledger.refused(
-                        ID,
-                        f"{subject}: FUSEPATCH_OPTIMIZER_FUSED=1 was not followed: {obstacle}; torch's own default is left",
-                    )
-                else:
-                    ledger.fallback(ID, f"{subject}: not fused: {obstacle}")
-            elif group["fused"] and managed.name in capability.SPARSE_GRADIENTS:
-                settled = settled and all(param.grad is not None for param in group["params"] if param.requires_grad)
+def _before(optimizer: Any, managed: _Managed, group: dict[str, Any], ours: bool) -> str | None:
+    """Why the parameters are none for a fused kernel, where they are not the ones that were found to be."""
+    from fusepatch.optim import capability, layout
 
-    uncompiled: Callable[[Any, Any, Any], Any] = torch.compiler.disable(settle)  # type: ignore[no-untyped-call]
-    return uncompiled
+    if ours and _is_traced():
+        return "the step is compiled, which fuses it in torch.compile's own way"
+    parameters = group["params"]
+    places = layout.places(parameters)
+    key = id(parameters[0]) if parameters else 0
+    if managed.judged.get(key) == places:
+        return None
+    devices = _devices(optimizer.param_groups)
+    verdict = capability.fused(type(optimizer), managed.name, parameters, bool(group.get("differentiable")), devices)
+    if not ours:
+        return verdict.wrong
+    reason = verdict.obstacle or verdict.wrong or (verdict.caution if _request().fused is not True else None)
+    unmade = [parameter for parameter in parameters if parameter.is_meta]
+    if reason is None and any(parameter.grad is not None for parameter in unmade):
+        reason = "its parameters are still on the meta device"
+    if reason is None and not unmade:
+        managed.judged[key] = places
+    return reason
+
+
+def _after(optimizer: Any, managed: _Managed, lists: Mapping[str, list[Any]], ours: bool) -> str | None:
+    """Why what was gathered is nothing for a fused kernel. A state that only has other strides is copied into its parameter's."""
+    from fusepatch.optim import layout
+
+    parameters, gradients, *_ = lists.values()
+    seen = layout.seen(parameters)
+    for name, tensors in [*lists.items()][1:]:
+        if name == "state_steps" or not tensors or (seen is not None and layout.seen(tensors) == seen):
+            continue
+        missing = sum(tensor is None for tensor in tensors)
+        if missing == len(tensors):
+            continue
+        if missing:
+            return (
+                "some of its parameters have a momentum buffer, and others, whose first gradient came later, have none"
+            )
+        reason = layout.unlike(parameters, tensors, "gradient" if tensors is gradients else "state")
+        if reason is None:
+            continue
+        if tensors is gradients or not _laid_out(optimizer, parameters, tensors):
+            return reason
+        ledger.replaced(ID, f"{managed.subject}: {reason}: copied into the parameter's strides")
+    steps = lists.get("state_steps", [])
+    if len({id(step) for step in steps}) != len(steps):
+        return "several parameters have one `step` between them"
+    if ours and steps:
+        _on_device(optimizer, parameters, steps)
+    return None
+
+
+def _on_device(optimizer: Any, parameters: Sequence[Any], steps: list[Any]) -> None:
+    """Put each `step` where the kernel reads it: Adagrad makes it before its group is fused, and offloading moves it."""
+    import torch
+
+    if {step.dtype for step in steps} == {torch.float32} and {step.is_cpu for step in steps} == {parameters[0].is_cpu}:
+        return
+    for place, (parameter, step) in enumerate(zip(parameters, steps, strict=True)):
+        steps[place] = optimizer.state[parameter]["step"] = step.to(parameter.device, torch.float32)
+
+
+def _laid_out(optimizer: Any, parameters: Sequence[Any], states: list[Any]) -> bool:
+    """Copy the states that have other strides than their parameters; whether all are alike then."""
+    from fusepatch.optim import layout
+
+    for place, (parameter, state) in enumerate(zip(parameters, states, strict=True)):
+        if layout.unlike([parameter], [state], "") is None or state.shape != parameter.shape:
+            continue
+        own = optimizer.state[parameter]
+        states[place] = layout.like(state, parameter)
+        own.update({name: states[place] for name, value in own.items() if value is state})
+    return layout.unlike(parameters, states, "") is None
+
+
+def _fall_back(optimizer: Any, managed: _Managed, group: dict[str, Any], reason: str, steps: list[Any]) -> None:
+    """Go on as the framework constructed it, from this step on, and say why."""
+    _unfuse(optimizer, managed, group, steps)
+    text = f"{managed.subject}, at a step"
+    if _request().fused is True:
+        ledger.refused(
+            ID, f"{text}: FUSEPATCH_OPTIMIZER_FUSED=1 was not followed: {reason}; torch's own default is left"
+        )
+    else:
+        ledger.fallback(ID, f"{text}: not fused: {reason}")
+
+
+def release() -> None:
+    """Make every optimizer the one that its framework constructed: without the wrappers nothing looks at its steps any more."""
+    for reference, managed in [*_managed.values()]:
+        optimizer = reference()
+        for group in optimizer.param_groups if optimizer is not None else ():
+            if managed.chose_fused(group):
+                _unfuse(optimizer, managed, group, [])
+    _managed.clear()
+
+
+def _unfuse(optimizer: Any, managed: _Managed, group: dict[str, Any], steps: list[Any]) -> None:
+    """Give a group the flag that it would have without this patch, and its states the steps of an unfused one.
+
+    `steps` is the list of them that the step under way has gathered already.
+    """
+    parameters = group["params"]
+    for known, plain in managed.plain:
+        # A group that is a view of one parameter (the step inside backward) stands for the whole one.
+        if known is group or any(parameter is parameters[0] for parameter in known["params"]):
+            known["fused"] = plain.get("fused")
+    group["fused"] = managed.plain_of(group).get("fused")
+    for parameter in parameters:
+        own = optimizer.state.get(parameter)
+        if own:
+            moved = _with_plain_step(own, group)
+            if moved is not own:
+                steps[:] = [moved["step"] if step is own["step"] else step for step in steps]
+                own["step"] = moved["step"]
+
+
+def _is_traced() -> bool:
+    """Whether Dynamo is tracing the step: it calls `_init_group` itself, then traces the rest."""
+    guards = sys.modules.get("torch._guards")
+    return guards is not None and guards.TracingContext.try_get() is not None
 
 
 PATCH = Patch(
@@ -384,6 +669,8 @@ PATCH = Patch(
         "https://github.com/pytorch/pytorch/issues/97712",
         "https://github.com/pytorch/pytorch/issues/135340",
         "https://github.com/pytorch/pytorch/issues/188174",
+        "https://github.com/huggingface/accelerate/issues/4242",
+        "https://github.com/pytorch/pytorch/issues/191763",
     ),
     fixed_in="transformers passes fused=True from 4.54.1 with torch 2.8 and its default optim; no verl or Trinity-RFT does",
     remove_when="torch chooses the fused kernel by itself, and load_state_dict leaves the flag alone",
@@ -396,12 +683,17 @@ PATCH = Patch(
     requested_by="",
     changes=(
         "an optimizer of torch that transformers, TRL, verl, Trinity-RFT, LLaMA-Factory, axolotl, ms-swift or AReaL constructs "
-        "without saying gets fused=True, per param group, where class, device, dtype and mesh allow it; where not, the "
+        "without saying gets fused=True, per param group, where class, device, dtype, mesh and memory allow it; where not, the "
         "reason is recorded",
+        "every step is looked at before the kernel runs: parameters that are dense and apart, gradients and states laid out as "
+        "their parameters; where that does not hold, the group goes on unfused, and a loaded state that only has other strides "
+        "is copied into its parameter's",
+        "loss scaling stays GradScaler's: skipped steps are seen, and schedules wait (huggingface/accelerate#4242)",
         "the variables reach those optimizers over what the framework hard-codes (fused=True and eps=1e-8 of the Trainer)",
         "fused and foreach are never both true, whoever set the other one",
         "load_state_dict leaves fused and foreach as the optimizer was constructed; learning rate, betas, eps and the state are "
         "the checkpoint's",
+        "state_dict() holds both as they would be without this patch, so that a run which resumes without it is an ordinary one",
         "groups that are added later are judged in the same way",
     ),
     limits=(
@@ -411,9 +703,12 @@ PATCH = Patch(
         "variables (adam_epsilon=1e-6, override_optimizer_config); one that equals the default cannot be told from it, so "
         'FUSEPATCH_OPTIMIZER_FUSED=0 also removes an explicit optim="adamw_torch_fused"',
         "a subclass with a constructor of its own counts as code of the module that defines it",
-        "a framework that shards parameters after it has constructed the optimizer is judged by what they were before",
-        "a framework's own fused=True stays, also where torch will refuse it at the first step; that is recorded",
-        "an optimizer that was pickled or deep-copied keeps its flags but no longer protects them in load_state_dict",
+        "a framework's own fused=True stays, also where torch will refuse it at the first step, which is recorded, or train on wrong "
+        "numbers, which is one warning",
+        "a pickle or deep copy is the optimizer that the framework constructed, without the flag; so is the optimizer itself "
+        "after fusepatch.deactivate()",
+        "a step that torch.compile compiles is not fused: the compiler fuses it in its own way",
+        "a subclass with a step or _init_group of its own is not fused by itself, for nothing looks at its steps",
         "optimizers that are not torch's (bitsandbytes, torchao, DeepSpeed's) are left alone",
     ),
     sites=(
@@ -423,7 +718,14 @@ PATCH = Patch(
                 module=module,
                 supported=">=2.4",
                 tested=">=2.11,<2.16",
-                slots=(Slot(f"{name}.__init__", construct, Contract(parameters=("params", "foreach"))),),
+                slots=(
+                    Slot(f"{name}.__init__", construct, Contract(parameters=("params", "foreach"))),
+                    *(
+                        (Slot(f"{name}._init_group", init_group, Contract(parameters=("group",))),)
+                        if name in FUSED
+                        else ()
+                    ),
+                ),
             )
             for name, module in CLASSES.items()
         ),
@@ -435,7 +737,11 @@ PATCH = Patch(
             slots=(
                 Slot("Optimizer.__init__", construct_other, Contract(parameters=("params", "defaults"))),
                 Slot("Optimizer.add_param_group", add_param_group, Contract(parameters=("param_group",))),
+                Slot("Optimizer.load_state_dict", load_state_dict, Contract(parameters=("state_dict",))),
+                Slot("Optimizer.state_dict", state_dict),
+                Slot("Optimizer.__reduce_ex__", reduce),
             ),
         ),
     ),
+    when_removed=release,
 )

@@ -51,7 +51,24 @@ def _import_package() -> None:
     try:
         import fusepatch  # noqa: F401
     except Exception as error:
-        print(f"fusepatch: not active in process {os.getpid()}: {error}", file=sys.stderr, flush=True)
+        from contextlib import suppress
+
+        with suppress(Exception):
+            _say(f"fusepatch: not active in process {os.getpid()}: {error}\n")
+
+
+def _say(text: str) -> None:
+    # As `fusepatch.engine.notice`, which is a part of what could not be imported.
+    stream, own = sys.stderr, sys.__stderr__
+    if stream is None:  # print would take stdout
+        return
+    stream.flush()
+    if own is not None and stream is own:
+        # Past its buffer, which a full disk would leave for the interpreter's end to fail on.
+        os.write(own.fileno(), text.encode(own.encoding, "backslashreplace"))
+    else:
+        stream.write(text)
+        stream.flush()
 
 
 start()  # whoever loads an entry point imports the module that it names, and calls nothing

@@ -61,7 +61,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     monkeypatch.syspath_prepend(str(tmp_path))
     ledger.reset(strict=False, first_use=lambda: "first use")
     yield write
-    for installed in list(install._slots.values()):
+    for installed in [installed for wrapped in install._slots.values() for installed in wrapped]:
         if installed.target.module.startswith("toylib"):
             for link in list(installed.links):
                 install._unlink(link.patch, installed)

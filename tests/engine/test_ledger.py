@@ -44,6 +44,50 @@ def test_a_refused_request_warns_once_and_is_recorded_each_time(caplog: pytest.L
     assert ledger.fallbacks("p") == (Note("no such flag", 2),)
 
 
+def test_a_text_that_varies_is_one_warning_of_its_kind(caplog: pytest.LogCaptureFixture) -> None:
+    for number in range(1000):
+        ledger.refused("p", f"{number} gradients", kind="gradients")
+        ledger.refused("q", f"{number} gradients", kind="gradients")
+        ledger.warn_once(f"{number} batches", kind="batches")
+    assert [record.message for record in caplog.records] == ["p: 0 gradients", "q: 0 gradients", "0 batches"]
+    assert len(ledger._warned) == 3
+    assert ledger.fallbacks("p")[0] == Note("0 gradients", 1), "the record has each text"
+
+
+def test_what_was_said_does_not_grow_without_end(caplog: pytest.LogCaptureFixture) -> None:
+    for number in range(1000):
+        ledger.warn_once(f"{number} batches")
+    assert len(ledger._warned) <= ledger.MAXIMUM_NOTES + 1
+    assert len(caplog.records) == ledger.MAXIMUM_NOTES + 1
+    assert "further ones are recorded only" in caplog.records[-1].message
+
+
+def test_a_summary_that_cannot_be_made_is_said_and_the_call_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    def broken() -> str:
+        raise KeyError("METADATA")
+
+    ledger.reset(strict=False, first_use=broken)
+    with caplog.at_level(logging.INFO, logger="fusepatch"):
+        ledger.count_call("p")
+    assert "METADATA" in caplog.records[0].message
+    assert ledger.calls("p") == 1
+
+
+def test_what_is_lost_is_told_by_the_next_call_that_is_counted(caplog: pytest.LogCaptureFixture) -> None:
+    lost: list[tuple[str, str]] = []
+    ledger.reset(False, lambda: "", lambda: lost)
+    ledger.count_call("q")
+    lost.append(("p", "someone replaced it"))
+    for _ in range(3):
+        ledger.count_call("q")
+    assert [record.message for record in caplog.records] == ["p: someone replaced it"]
+    assert ledger.fallbacks("p") == (Note("someone replaced it", 3),)
+    ledger.reset(True, lambda: "", lambda: lost)
+    for _ in range(2):
+        with pytest.raises(StrictError, match="p: someone replaced it"):
+            ledger.count_call("q")
+
+
 def test_a_refused_request_is_an_error_under_strict(caplog: pytest.LogCaptureFixture) -> None:
     ledger.reset(strict=True, first_use=lambda: "")
     with pytest.raises(StrictError, match="p: no such flag"):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import kernel_layouts
 import pytest
 import torch
+from cases import ALL, FROZEN, NOTHING, Setting, assert_equal, error, log_probabilities_like, make_batch, reference, run
+from test_steps import MAPS, check_infinite_logit, exact, make
 
 from fusepatch.loss import LogitMap, Wanted, choose_backend, kernels
 from fusepatch.loss.chunks import logit_buffer
@@ -149,3 +152,66 @@ def test_driver_within_the_memory_of_the_gradient() -> None:
     setting = Setting(old=log_probabilities_like(batch, 1))
     found = run(batch, setting, prefer="memory", backend="triton")
     assert_equal(found, reference(batch, setting))
+
+
+@pytest.mark.parametrize("case", kernel_layouts.VECTORS, ids=str)
+def test_launchers_take_any_layout(case: kernel_layouts.Vectors) -> None:
+    kernel_layouts.check_vectors(kernels, case, "cpu")
+
+
+@pytest.mark.parametrize("said", kernel_layouts.REFUSED)
+def test_launchers_refuse_what_a_kernel_would_misread(said: str) -> None:
+    kernel_layouts.check_refused(kernels, said, "cpu")
+
+
+@pytest.mark.parametrize("case", kernel_layouts.WHOLE, ids=str)
+def test_driver_takes_any_layout(case: kernel_layouts.Whole) -> None:
+    kernel_layouts.check_whole(case, "cpu")
+
+
+@pytest.mark.parametrize("column", [0, 3])
+def test_an_infinite_logit_makes_its_row_nan(column: int, block: int) -> None:
+    logits = torch.randn(2, 8)
+    logits[0, column] = float("inf")
+    check_infinite_logit(kernels, logits)
+
+
+def test_every_launch_is_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[torch.Tensor] = []
+    launched: list[tuple[str, torch.Tensor]] = []
+
+    class Guard:
+        def __init__(self, tensor: torch.Tensor) -> None:
+            self.tensor = tensor
+
+        def __enter__(self) -> None:
+            entered.append(self.tensor)
+
+        def __exit__(self, *_: object) -> None:
+            entered.pop()
+
+    class Kernel:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __getitem__(self, grid: tuple[int, ...]) -> object:
+            def launch(first: torch.Tensor, *rest: object, **settings: object) -> None:
+                (tensor,) = entered
+                assert tensor is first
+                launched.append((self.name, first))
+
+            return launch
+
+    # There is one device here, so what would be current is asked of the guard itself.
+    monkeypatch.setattr(torch.cuda, "device_of", Guard)
+    names = [name for name in vars(kernels) if name.endswith("_kernel")]
+    for name in names:
+        monkeypatch.setattr(kernels, name, Kernel(name))
+    logits, targets, bias = make(4, 64, True)
+    raw, written = padded(logits, torch.float32)
+    ones = torch.ones((3, 4))
+    kernels.log_sum_exp(raw, targets, bias, LogitMap(), ones[0], ones[1])
+    kernels.exponentials(raw, written, targets, bias, LogitMap(), ones[0], ones[1], ones[2], 1.0)
+    kernels.gradient_of_logits(raw, written, targets, bias, LogitMap(), ones[0], ones[1], 0)
+    kernels.scale_rows(raw, ones[0])
+    assert sorted(name for name, _ in launched) == sorted(names)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import kernel_layouts
 import pytest
 import torch
 
@@ -187,3 +188,42 @@ def test_memory_of_a_frozen_head_is_a_chunk_and_the_gradient() -> None:
     assert found.gradients.hidden is not None
     kept = found.gradients.hidden.numel() * 2
     assert torch.cuda.memory_allocated() - before < kept + mib
+
+
+@pytest.mark.parametrize("case", kernel_layouts.VECTORS, ids=str)
+def test_launchers_take_any_layout(case: kernel_layouts.Vectors) -> None:
+    from fusepatch.loss import kernels
+
+    kernel_layouts.check_vectors(kernels, case, "cuda:0")
+
+
+@pytest.mark.parametrize("said", kernel_layouts.REFUSED)
+def test_launchers_refuse_what_a_kernel_would_misread(said: str) -> None:
+    from fusepatch.loss import kernels
+
+    kernel_layouts.check_refused(kernels, said, "cuda:0")
+
+
+@pytest.mark.parametrize("case", kernel_layouts.WHOLE, ids=str)
+def test_driver_takes_any_layout(case: kernel_layouts.Whole) -> None:
+    kernel_layouts.check_whole(case, "cuda:0")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("wanted", [ALL, FROZEN])
+@pytest.mark.parametrize("prefer", ["speed", "memory"])
+def test_tensors_on_another_device_than_the_current_one(wanted: Wanted, prefer: str) -> None:
+    batch = make_batch(3, 257, 64, 999, spread=0.5)
+    second = Batch(**{name: None if value is None else value.to("cuda:1") for name, value in vars(batch).items()})
+    old = log_probabilities_like(batch, 1).to("cuda:1")
+    setting = Setting(old=old)
+    exact = reference(second, setting)
+    with torch.cuda.device(0):
+        found = run(second, setting, wanted, prefer=prefer, backend="triton", chunk_mib=1.0)
+        assert torch.cuda.current_device() == 0
+    assert error(found.loss, exact.loss) < 2e-5
+    for name in ("hidden", "weight", "bias"):
+        if getattr(wanted, name):
+            gradient = getattr(found.gradients, name)
+            assert gradient.device == torch.device("cuda:1")
+            assert error(gradient, getattr(exact, name)) < 2e-5, name

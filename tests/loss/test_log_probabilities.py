@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fusepatch.loss import LogitMap, linear_log_probabilities
-from kits.loss_cases import SMALL_CHUNK_MIB, error, make_batch, reference_log_probabilities
+from fusepatch.loss import LogitMap, linear_log_probabilities, products
 
 
 @pytest.mark.parametrize("logit_map", [LogitMap(), LogitMap(0.7, 1.5, 3.0)])
@@ -61,6 +60,44 @@ def test_no_rows() -> None:
     assert weight.grad.abs().sum() == 0
 
 
-def test_wrong_shapes_are_named() -> None:
-    with pytest.raises(ValueError, match=r"hidden must be \[N, H\], weight \[V, H\] and targets \[N\], found"):
-        linear_log_probabilities(torch.zeros(2, 3), torch.zeros(5, 4), torch.zeros(2, dtype=torch.int64))
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"hidden": torch.zeros(3)}, r"hidden must be \[N, H\], found shape \(3,\)"),
+        ({"weight": torch.zeros(5, 4)}, r"weight must have shape \(5, 3\), found \(5, 4\)"),
+        ({"weight": torch.zeros(())}, r"weight must have shape"),
+        ({"targets": torch.zeros(3, dtype=torch.int64)}, r"targets must have shape \(2,\), found \(3,\)"),
+        ({"targets": torch.zeros(2)}, r"targets must be int64 or int32, found torch.float32"),
+        ({"bias": torch.zeros(1)}, r"bias must have shape \(5,\), found \(1,\)"),
+        ({"bias": torch.zeros(5, device="meta")}, r"bias must be on cpu as hidden is, found meta"),
+    ],
+)
+def test_what_does_not_fit_is_named(change: dict[str, torch.Tensor], said: str) -> None:
+    fitting = {
+        "hidden": torch.zeros(2, 3),
+        "weight": torch.zeros(5, 3),
+        "targets": torch.zeros(2, dtype=torch.int64),
+        "bias": torch.zeros(5),
+    }
+    with pytest.raises(ValueError, match=said):
+        linear_log_probabilities(**{**fitting, **change})
+
+
+@pytest.mark.parametrize("first", [1.0, 1e-6, 0.0])
+def test_float16_products_of_later_groups_stay_finite(first: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    # What `choose_precision` gives on CUDA, whose products add up in float32 and round once.
+    on_cuda = products.Precision(
+        torch.float16, torch.float16, torch.float32, torch.float16, torch.float32, products.FLOAT16_GAIN
+    )
+    monkeypatch.setattr(products, "choose_precision", lambda hidden: on_cuda)
+    monkeypatch.setattr(products, "product_into", lambda out, a, b: out.copy_(a.float() @ b.float()))
+    monkeypatch.setattr(products, "add_product", lambda total, a, b: total.add_(a.float() @ b.float()))
+    batch = make_batch(1, 600, 8, 21).to(torch.float16)
+    weight = batch.weight.clone().requires_grad_()
+    outer = torch.ones(600)
+    outer[:300] = first
+    linear_log_probabilities(batch.hidden[0], weight, batch.targets[0], chunk_mib=0.001).backward(outer)
+    exact = batch.weight.double().requires_grad_()
+    expected = reference_log_probabilities(replace(batch, weight=exact, bias=None), LogitMap())[0]
+    expected.backward(outer.double())
+    assert error(weight.grad, exact.grad) < 1e-3

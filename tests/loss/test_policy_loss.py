@@ -38,6 +38,20 @@ from kits.loss_cases import (
     run,
 )
 
+import fusepatch.loss.policy_loss as driver
+from fusepatch.loss import (
+    LogitMap,
+    PolicyInputs,
+    PolicyTraits,
+    ReferenceHead,
+    Wanted,
+    linear_policy_loss,
+    products,
+    saved_tensors_are_shared,
+    scale_gradients,
+    steps,
+)
+
 BATCH = make_batch()
 OLD = log_probabilities_like(BATCH, 1)
 REFERENCE = log_probabilities_like(BATCH, 2)
@@ -204,6 +218,75 @@ def test_finite_masked_ratios_reach_vespo() -> None:
     assert_equal(run(BATCH, changed), liger(BATCH, changed))
 
 
+@pytest.mark.parametrize("value", [float("inf"), 0.0, float("nan")])
+def test_vespo_reads_every_ratio_as_upstream_does(value: float) -> None:
+    ratio = torch.where(BATCH.mask == 0, value, RATIO)
+    setting = Setting(loss_type="vespo", ratio=ratio, old=OLD)
+    assert liger(BATCH, setting).loss.isfinite()
+    assert_equal(run(BATCH, setting), liger(BATCH, setting))
+
+
+@pytest.mark.parametrize("garbage", [float("nan"), float("inf")])
+@pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.parametrize("wanted", [ALL, FROZEN])
+def test_garbage_of_a_sequence_of_advantage_zero_is_not_seen(garbage: float, wide: bool, wanted: Wanted) -> None:
+    out = (BATCH.advantages == 0).unsqueeze(1)
+    assert (BATCH.mask * out).any()
+    clean = Setting(old=OLD, ratio=RATIO if wide else RATIO[:, :1])
+    assert clean.ratio is not None
+    dirty = replace(clean, old=torch.where(out, garbage, OLD), ratio=torch.where(out, garbage, clean.ratio))
+    batch = replace(BATCH, hidden=torch.where(out.unsqueeze(-1), garbage, BATCH.hidden))
+    assert liger(batch, dirty).loss.isnan()
+    assert_equal(run(batch, dirty, wanted), liger(BATCH, clean), wanted)
+
+
+FAILING = {
+    "NaN": {"hidden": float("nan")},
+    "overflow": {"hidden": float("inf")},
+    "a forbidden token": {"bias": -float("inf")},
+}
+
+
+def failing(kind: str) -> Any:
+    """A batch of which the first row, which counts, cannot be computed."""
+    hidden, targets = BATCH.hidden.clone(), BATCH.targets.clone()
+    assert BATCH.bias is not None
+    bias = BATCH.bias.clone()
+    assert BATCH.mask[0, 0] == 1
+    if "bias" in FAILING[kind]:
+        # Not under the mask, where it would make upstream's loss NaN.
+        targets[targets == targets[0, 0]] += 1
+        bias[BATCH.targets[0, 0]] = FAILING[kind]["bias"]
+        targets[0, 0] = BATCH.targets[0, 0]
+    else:
+        hidden[0, 0] = FAILING[kind]["hidden"]
+    return replace(BATCH, hidden=hidden, bias=bias, targets=targets)
+
+
+@pytest.mark.parametrize("kind", FAILING)
+@pytest.mark.parametrize(("loss_type", "level"), LEVELS)
+@pytest.mark.parametrize("old", [None, OLD])
+def test_a_guard_that_watches_gradients_fires_where_upstreams_does(
+    kind: str, loss_type: str, level: str, old: torch.Tensor | None
+) -> None:
+    batch, setting = failing(kind), Setting(loss_type, level, old=old)
+    expected = liger(batch, setting)
+    for wanted in (ALL, FROZEN):
+        for prefer in ("speed", "memory"):
+            for chunk_mib in (256.0, SMALL_CHUNK_MIB):
+                found = run(batch, setting, wanted, prefer=prefer, chunk_mib=chunk_mib)
+                assert bool(found.loss.isfinite()) == bool(expected.loss.isfinite())
+                assert found.gradients.hidden is not None
+                # VESPO makes a weight of 0 of a log-probability that is not finite.
+                if kind == "a forbidden token" and loss_type == "vespo" and old is None:
+                    continue
+                ours, theirs = found.gradients.hidden[0, 0], expected.hidden[0, 0]
+                assert bool(ours.isfinite().all()) == bool(theirs.isfinite().all())
+                if wanted.weight:
+                    assert found.gradients.weight is not None
+                    assert bool(found.gradients.weight.isfinite().all()) == bool(expected.weight.isfinite().all())
+
+
 def test_luspo_computes_masked_rows() -> None:
     setting = Setting(loss_type="luspo")
     found = run(BATCH, setting)
@@ -224,12 +307,13 @@ def test_smallest_batches(shape: tuple[int, int], prefer: str) -> None:
 @pytest.mark.parametrize("shape", [(0, 4), (2, 0), (0, 0)])
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo", "luspo", "vespo"])
 @pytest.mark.parametrize("prefer", ["speed", "memory"])
-def test_an_empty_batch_is_zero(shape: tuple[int, int], loss_type: str, prefer: str) -> None:
-    batch = make_batch(*shape)
+def test_an_empty_batch_gives_what_upstream_gives(shape: tuple[int, int], loss_type: str, prefer: str) -> None:
+    batch, setting = make_batch(*shape), Setting(loss_type=loss_type, beta=0.04)
+    # 0 divided by 0 for the types that divide by the number of sequences or positions.
+    expected = liger(batch, setting)
     for wanted in (ALL, FROZEN, NOTHING):
-        found = run(batch, Setting(loss_type=loss_type, beta=0.04), wanted, prefer=prefer)
-        assert found.loss.item() == 0.0
-        assert all(metric.item() == 0.0 for metric in found.metrics)
+        found = run(batch, setting, wanted, prefer=prefer)
+        torch.testing.assert_close((found.loss, found.metrics), (expected.loss, expected.metrics), equal_nan=True)
         for gradient, like in ((found.gradients.weight, batch.weight), (found.gradients.bias, batch.bias)):
             assert gradient is None or torch.equal(gradient, torch.zeros_like(like))
         assert found.gradients.hidden is None or found.gradients.hidden.shape == batch.hidden.shape
@@ -480,7 +564,7 @@ class PatchLike(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        return (*scale_gradients(ctx.saved_tensors, grad_outputs[0]), None, None)
+        return (*scale_gradients(ctx.saved_tensors, grad_outputs[0], shared=False), None, None)
 
 
 def leaves() -> list[torch.Tensor]:
@@ -507,15 +591,32 @@ def test_backward_is_in_place_where_the_graph_is_freed(monkeypatch: pytest.Monke
     saved: list[torch.Tensor] = []
     original = driver.scale_gradients
 
-    def watched(gradients: Any, grad_output: torch.Tensor) -> Any:
+    def watched(gradients: Any, grad_output: torch.Tensor, *, shared: bool) -> Any:
         saved.extend(gradients)
-        result = original(gradients, grad_output)
+        result = original(gradients, grad_output, shared=shared)
         assert [a.data_ptr() for a in result] == [a.data_ptr() for a in gradients]
         return result
 
     monkeypatch.setitem(globals(), "scale_gradients", watched)
     PatchLike.apply(*leaves(), "speed", []).backward()
     assert len(saved) == 3
+
+
+def test_what_hooks_may_have_kept_is_not_scaled() -> None:
+    kept: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> int:
+        kept.append(tensor)
+        return len(kept) - 1
+
+    assert not saved_tensors_are_shared()
+    with torch.autograd.graph.saved_tensors_hooks(keep, kept.__getitem__):
+        assert saved_tensors_are_shared()
+    kept.append(torch.ones(3))
+    (scaled,) = scale_gradients([kept[0]], torch.tensor(3.0), shared=True)
+    assert scaled is not None
+    assert torch.equal(scaled, torch.full((3,), 3.0))
+    assert torch.equal(kept[0], torch.ones(3))
 
 
 def test_backward_with_create_graph_differentiates_the_scale() -> None:
@@ -568,11 +669,34 @@ def test_a_failing_logit_shows() -> None:
         ({"mask": BATCH.mask[:, :5]}, "mask"),
         ({"advantages": BATCH.mask}, "advantages"),
         ({"bias": torch.zeros(4)}, "bias"),
+        ({"bias": torch.zeros(53, device="meta")}, "bias"),
+        ({"targets": BATCH.targets.float()}, "targets"),
     ],
 )
 def test_wrong_shapes_are_named(change: dict[str, torch.Tensor], name: str) -> None:
     with pytest.raises(ValueError, match=rf"{name} must"):
         run(replace(BATCH, **change), Setting(), policy=lambda inputs: None)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"hidden": torch.zeros(3, 102, 17)}, r"reference_head.hidden must have shape \(3, 101, 17\)"),
+        ({"hidden": torch.zeros(3, 17)}, r"reference_head.hidden must be \[B, T, H\]"),
+        ({"weight": torch.zeros(53, 4)}, r"reference_head.weight must have shape \(53, 17\)"),
+        ({"bias": torch.zeros(60)}, r"reference_head.bias must have shape \(53,\)"),
+    ],
+)
+def test_a_reference_head_of_another_shape_is_named(change: dict[str, torch.Tensor], said: str) -> None:
+    head = ReferenceHead(BATCH.hidden, BATCH.weight, BATCH.bias)
+    with pytest.raises(ValueError, match=said):
+        run(BATCH, Setting(beta=0.04), reference_head=replace(head, **change))
+
+
+@pytest.mark.parametrize("name", ["old", "reference", "ratio"])
+def test_log_probabilities_of_another_shape_are_named(name: str) -> None:
+    with pytest.raises(ValueError, match=r"must have shape \(3, 101\)"):
+        run(BATCH, replace(Setting(beta=0.04), **{name: torch.zeros(3, 100)}))
 
 
 def test_wrong_choices_are_named() -> None:

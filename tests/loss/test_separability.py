@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -25,7 +26,7 @@ CASES = [
 
 def coefficients(setting: Setting, values: torch.Tensor, mask: torch.Tensor = MASK) -> torch.Tensor:
     leaf = values.clone().requires_grad_()
-    inputs = PolicyInputs(leaf, mask, ADVANTAGES, setting.old, setting.reference)
+    inputs = PolicyInputs(leaf, mask, ADVANTAGES, setting.old, setting.reference, setting.ratio)
     loss, _ = setting.policy(mask)(inputs)
     (gradient,) = torch.autograd.grad(loss, leaf)
     return gradient
@@ -82,3 +83,16 @@ def test_the_known_exceptions_are_real() -> None:
 def test_nothing_is_assumed_of_what_is_not_listed(loss_type: str, level: str) -> None:
     traits = policy_traits(loss_type, level, old_given=False, beta=0.0, bias_correction_kl=False)
     assert traits == PolicyTraits(False, False, False, True, True)
+
+
+@pytest.mark.parametrize(("loss_type", "level"), LEVELS)
+@pytest.mark.parametrize("beta", [0.0, 0.3])
+def test_ratios_of_rows_that_are_left_out(loss_type: str, level: str, beta: float) -> None:
+    ratio = torch.rand(SHAPE, generator=torch.Generator().manual_seed(1)) + 0.5
+    setting = Setting(loss_type, level, beta, OLD, REFERENCE if beta else None, ratio)
+    changed = replace(setting, ratio=torch.where(MASK == 0, 3.0 * ratio, ratio))
+    same = torch.equal(coefficients(setting, VALUES), coefficients(changed, VALUES))
+    # Whether or not LUSPO reads them there, what it is given is the caller's.
+    assert same or setting.traits().left_out_ratios_matter
+    if loss_type in ("vespo", "luspo"):
+        assert not same

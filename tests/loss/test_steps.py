@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -49,3 +51,21 @@ def test_log_sum_exp(logit_map: LogitMap, bias: bool) -> None:
     steps.log_sum_exp(logits, targets, offset, logit_map, found[0], found[1])
     torch.testing.assert_close(found[0].double(), values, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found[1].double(), normaliser, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("column", [0, 3])
+def test_an_infinite_logit_makes_its_row_nan(column: int) -> None:
+    # The target is column 3. torch.logsumexp would give infinity, and a log-probability of minus infinity.
+    logits = torch.randn(2, 8)
+    logits[0, column] = float("inf")
+    check_infinite_logit(steps, logits)
+
+
+def check_infinite_logit(form: Any, logits: torch.Tensor) -> None:
+    targets = torch.tensor([3, 3])
+    found = torch.empty((3, 2))
+    form.log_sum_exp(logits.clone(), targets, None, LogitMap(), found[0], found[1])
+    assert found[:2].isnan().tolist() == [[True, False]] * 2
+    form.exponentials(logits, logits, targets, None, LogitMap(), found[0], found[1], found[2], 1.0)
+    assert found[:2].isnan().tolist() == [[True, False]] * 2
+    assert (logits * found[2].unsqueeze(1)).isnan().any(dim=1).tolist() == [True, False]

@@ -40,6 +40,7 @@ def fused_step(name: str, parameters: list[Any]) -> None:
 def test_floating_parameters_can_be_fused(name: str, dtype: Any) -> None:
     verdict = judge(name, [parameter(dtype)])
     assert (verdict.obstacle, verdict.caution) == (None, None)
+    assert (verdict.wrong is None) == (name != "SGD" or dtype.itemsize > 2)
     fused_step(name, [parameter(dtype)])
 
 
@@ -86,15 +87,14 @@ def test_adagrad_on_cuda_is_refused_by_its_own_class_before_2_13(monkeypatch: py
             capability.in_releases.cache_clear()
 
 
-def test_meta_parameters_are_left_to_the_first_step() -> None:
-    verdict = judge("AdamW", [parameter(device="meta")], devices={"meta"})
-    assert verdict == capability.Verdict(unsettled=True)
+def test_meta_parameters_are_left_to_the_step() -> None:
+    assert judge("AdamW", [parameter(device="meta")], devices={"meta"}) == capability.Verdict()
 
 
 @pytest.mark.parametrize("name", ["SGD", "Adagrad"])
-def test_sparse_gradients_are_obstacles_where_seen_and_unsettled_before(name: str) -> None:
+def test_sparse_gradients_are_obstacles_where_seen(name: str) -> None:
     embedding = torch.nn.Embedding(4, 2, sparse=True)
-    assert judge(name, [embedding.weight]) == capability.Verdict(unsettled=True)
+    assert judge(name, [embedding.weight]) == capability.Verdict()
     embedding(torch.tensor([1])).sum().backward()
     assert "sparse" in (judge(name, [embedding.weight]).obstacle or "")
     with pytest.raises(RuntimeError):
@@ -102,8 +102,26 @@ def test_sparse_gradients_are_obstacles_where_seen_and_unsettled_before(name: st
     getattr(torch.optim, name)([embedding.weight], lr=0.1).step()
 
 
-def test_adam_never_takes_sparse_gradients_so_nothing_is_unsettled() -> None:
-    assert not judge("AdamW", [torch.nn.Embedding(4, 2, sparse=True).weight]).unsettled
+def test_memory_is_judged_apart() -> None:
+    strided = torch.nn.Parameter(torch.ones(4, 4).chunk(2, dim=1)[0])
+    verdict = judge("AdamW", [parameter(), strided])
+    assert "strides (4, 1)" in (verdict.wrong or "")
+    assert verdict._replace(wrong=None) == capability.Verdict()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_torchs_fused_sgd_leaves_16_bit_parameters_on_the_cpu_as_they_are(dtype: Any) -> None:
+    """https://github.com/pytorch/pytorch/issues/191763: a torch in which this fails has it mended."""
+    size = 64
+    param = parameter(dtype, size=size)
+    fused_step("SGD", [param])
+    if not torch.equal(param.detach(), torch.ones(size, dtype=dtype)):
+        pytest.skip(f"torch {torch.__version__} moves them")
+    assert "pytorch#191763" in (judge("SGD", [param]).wrong or "")
+
+
+def test_a_class_whose_steps_are_not_looked_at_is_a_caution() -> None:
+    assert "nothing is known" in (judge("RMSprop", [parameter()]).caution or "")
 
 
 def test_parameters_offloaded_beside_an_accelerator_are_a_caution() -> None:

@@ -6,6 +6,7 @@ import copy
 import functools
 import gc
 import io
+import types
 import warnings
 import weakref
 from collections.abc import Callable
@@ -144,6 +145,18 @@ def test_twenty_steps_and_a_resume_both_ways(name: str) -> None:
     assert shapes(inside_middle["optimizer"]) == shapes(ordinary_middle["optimizer"])
 
 
+@pytest.mark.parametrize("name", CLASSES)
+def test_each_update_raises_the_version_that_autograd_looks_at(name: str) -> None:
+    """torch's fused kernels do not, and what another package's kernels do is their own matter."""
+    model = Network()
+    optimizer = CLASSES[name](model)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    hooked(model, optimizer)
+    before = [p._version for p in trained]
+    one_backward(model, 0)
+    assert all(p._version > old for p, old in zip(trained, before, strict=True))
+
+
 def shapes(state: dict[str, Any]) -> Any:
     """The state's keys with shapes and dtypes; the groups as they are."""
     tensors = {
@@ -258,25 +271,108 @@ def test_groups_that_are_replaced_are_the_ones_that_count() -> None:
     assert torch.equal(flat(model), before), "the learning rate of the checkpoint is 0"
 
 
-def test_hooks_of_others_run_once_per_step_and_see_no_gradients() -> None:
+def test_post_hooks_of_others_run_once_per_step_and_see_no_gradients() -> None:
     model = Network()
     optimizer = torch.optim.AdamW(groups(model), lr=0.1)
-    seen: list[str] = []
+    seen: list[int] = []
+    optimizer.register_step_post_hook(lambda *_: seen.append(sum(p.grad is not None for p in model.parameters())))
+    hooked(model, optimizer)
+    for step in range(2):
+        one_backward(model, step)
+        optimizer.step()
+    assert seen == [0, 0]
 
-    def told(when: str) -> Callable[..., None]:
-        return lambda *_: seen.append(f"{when} {sum(p.grad is not None for p in model.parameters())}")
 
-    optimizer.register_step_pre_hook(told("pre"))
-    optimizer.register_step_post_hook(told("post"))
-    everywhere = register_optimizer_step_pre_hook(told("global"))
+def clip(optimizer: Any, args: Any, kwargs: Any) -> None:
+    torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 0.1)
+
+
+def test_a_step_pre_hook_is_refused_and_ones_of_this_package_are_not() -> None:
+    from fusepatch.optim import capability
+
+    model = Network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    own = optimizer.register_step_pre_hook(lambda *_: None)
+    optimizer._optimizer_step_pre_hooks[own.id] = capability.fused
+    assert found(optimizer) == ""
+    handle = optimizer.register_step_pre_hook(functools.partial(clip))
+    assert "a step pre-hook is registered (clip in" in found(optimizer)
+    handle.remove()
+    everywhere = register_optimizer_step_pre_hook(clip)
     try:
-        hooked(model, optimizer)
-        for step in range(2):
-            one_backward(model, step)
-            optimizer.step()
+        assert "Tensor.register_hook" in found(optimizer)
     finally:
         everywhere.remove()
-    assert seen == ["global 0", "pre 0", "post 0"] * 2
+
+
+def test_what_is_put_around_the_step_later_is_seen_before_anything_moves() -> None:
+    """A scheduler wraps the step and is welcome, also between two steps; others are not."""
+
+    def wrapped(optimizer: Any) -> None:
+        step = optimizer.step
+
+        @functools.wraps(step)
+        def clipped(*args: Any, **kwargs: Any) -> Any:
+            clip(optimizer, (), {})
+            return step(*args, **kwargs)
+
+        optimizer.step = clipped
+
+    def replaced(optimizer: Any) -> None:
+        optimizer.step = types.MethodType(lambda self, closure=None: None, optimizer)
+
+    for change, text in (
+        (lambda optimizer: optimizer.register_step_pre_hook(clip), "a step pre-hook is registered (clip in"),
+        (wrapped, "step was replaced on this AdamW (clipped in"),
+        (replaced, "step was replaced on this AdamW (<lambda> in"),
+    ):
+        model = Network()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        hooked(model, optimizer)
+        one_backward(model, 0)
+        optimizer.step()
+        scheduler = schedule(optimizer)
+        assert found(optimizer) == ""
+        one_backward(model, 1)
+        optimizer.step()
+        scheduler.step()
+        before = flat(model)
+        change(optimizer)
+        with pytest.raises(InBackwardError) as raised:
+            one_backward(model, 2)
+        assert text in str(raised.value)
+        assert "before this step has changed a parameter" in str(raised.value)
+        assert torch.equal(flat(model), before)
+
+
+def test_a_step_that_is_wrapped_on_the_class_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = torch.optim.SGD.step
+
+    @functools.wraps(step)
+    def clipped(self: Any, closure: Any = None) -> Any:
+        clip(self, (), {})
+        return step(self, closure)
+
+    optimizer = torch.optim.SGD(Network().parameters(), lr=0.1)
+    assert found(optimizer) == ""
+    monkeypatch.setattr(torch.optim.SGD, "step", clipped)
+    assert "torch.optim.sgd.SGD.step is wrapped (clipped in" in found(optimizer)
+
+
+def test_another_optimizer_that_is_stepped_is_seen_before_anything_moves() -> None:
+    model = Network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    stepped = [optimizer]
+    hooked(model, optimizer, stepped=lambda: stepped[0])
+    one_backward(model, 0)
+    optimizer.step()
+    stepped[0] = torch.optim.AdamW(model.parameters())
+    before = flat(model)
+    with pytest.raises(
+        InBackwardError, match=r"another one \(torch\.optim\.adamw\.AdamW\) than the torch\.optim\.sgd\.SGD"
+    ):
+        one_backward(model, 1)
+    assert torch.equal(flat(model), before)
 
 
 def test_copies_and_pickles_carry_no_hooks() -> None:

@@ -309,6 +309,98 @@ def test_what_upstream_refuses_raises_its_exception(case: Case, changes: dict[st
     assert text in our_text
 
 
+def outcome(case: Case, given: dict[str, torch.Tensor], changes: dict[str, Any], **arguments: Any) -> Any:
+    """What a call gives: the loss, or the kind of the exception and its text."""
+    keywords = {**kit.arguments(case, given, KIND), **changes}
+    loss_module = kit.build(case, KIND)
+    for name, value in arguments.items():
+        assert hasattr(loss_module, name)
+        setattr(loss_module, name, value)
+    try:
+        loss, _ = loss_module(**keywords)
+        if loss.requires_grad:
+            loss.backward()
+    except Exception as error:
+        return type(error), str(error)
+    return loss.detach(), None
+
+
+REFERENCE_CHANGES: dict[str, Any] = {
+    "ref_input too long": {"ref_input": torch.zeros(6, 51, 12)},
+    "ref_input too short": {"ref_input": torch.zeros(6, 49, 12)},
+    "ref_input of another batch": {"ref_input": torch.zeros(7, 50, 12)},
+    "ref_input flat": {"ref_input": torch.zeros(300, 12)},
+    "ref_input of another width": {"ref_input": torch.zeros(6, 50, 11)},
+    "no ref_weight": {"ref_weight": None},
+    "ref_weight flat": {"ref_weight": torch.zeros(396)},
+    "ref_bias longer than the vocabulary": {"ref_bias": torch.linspace(-1, 1, 40)},
+    "ref_bias shorter than the vocabulary": {"ref_bias": torch.zeros(32)},
+    "ref_bias of one number": {"ref_bias": torch.tensor([0.3])},
+}
+
+
+@pytest.mark.parametrize("name", REFERENCE_CHANGES)
+@pytest.mark.parametrize("beta", [0.0, 0.04])
+def test_a_reference_of_another_shape_gives_what_upstream_gives(name: str, beta: float) -> None:
+    case = Case(beta=beta, ref="input+bias", loss_type="bnpo")
+    value, said = outcome(case, tensors(), REFERENCE_CHANGES[name])
+    with patched():
+        ours, our_text = outcome(case, tensors(), REFERENCE_CHANGES[name])
+        assert left_to_upstream()
+        assert not [note for note in record().fallbacks if "failed" in note.text]
+    if said is None:
+        assert torch.equal(ours, value)
+    else:
+        assert ours is value
+        assert said in our_text
+
+
+@newest
+@pytest.mark.parametrize(
+    ("changes", "arguments"),
+    [
+        ({"selected_token_ids": torch.full((6, 50), 2.7)}, {}),
+        ({"selected_token_ids": torch.ones(6, 50, dtype=torch.bool)}, {}),
+        ({"selected_token_ids": torch.ones(6, 50, dtype=torch.int16)}, {}),
+        ({"selected_token_ids": torch.ones(6, 50, dtype=torch.uint8)}, {}),
+        ({"_input": torch.ones(6, 50, 12, dtype=torch.int64)}, {}),
+        ({}, {"chunk_size": 0}),
+        ({}, {"chunk_size": 2.0}),
+        ({}, {"chunk_size": -2}),
+        ({}, {"temperature": 0.0}),
+        ({"bias": torch.linspace(-1, 1, 40)}, {}),
+        ({"bias": torch.zeros(1)}, {}),
+        ({"advantages": torch.ones(5)}, {}),
+        ({"old_per_token_logps": torch.zeros(6, 1)}, {}),
+        ({"ref_input": torch.zeros(3)}, {}),
+        ({"ref_per_token_logps": torch.zeros(6, 1), "ref_input": None, "ref_weight": None}, {"use_ref_model": True}),
+    ],
+)
+def test_other_arguments_give_what_upstream_gives(changes: dict[str, Any], arguments: dict[str, Any]) -> None:
+    case = Case(loss_type="bnpo", trainable="hidden")
+    if "_input" in changes:
+        case = case._replace(trainable="nothing")
+    value, said = outcome(case, tensors(), changes, **arguments)
+    with patched():
+        ours, our_text = outcome(case, tensors(), changes, **arguments)
+        assert not [note for note in record().fallbacks if "failed" in note.text]
+    if said is None:
+        torch.testing.assert_close(ours, value, rtol=5e-6, atol=1e-7, equal_nan=True)
+    else:
+        assert ours is value
+        assert said in our_text
+
+
+@newest
+def test_int32_ids_are_served() -> None:
+    given = tensors()
+    theirs = run(Case(), KIND, given)
+    given["ids"] = given["ids"].to(torch.int32)
+    with patched():
+        assert_equal(run(Case(), KIND, given), theirs)
+        assert not left_to_upstream()
+
+
 @newest
 def test_a_ratio_of_a_wrong_shape_raises_upstreams_assertion() -> None:
     with patched():
@@ -350,22 +442,19 @@ def test_the_form_on_the_cpu_is_recorded() -> None:
     assert [(note.times, "Triton kernels run on NVIDIA GPUs" in note.text) for note in notes.fallbacks] == [(2, True)]
 
 
-def test_a_parameter_that_is_not_known_voids_what_is_assumed() -> None:
-    from fusepatch.loss import PolicyTraits
+def test_a_parameter_that_is_not_known_leaves_the_call_to_upstream(monkeypatch: pytest.MonkeyPatch) -> None:
     from fusepatch.patches.liger_grpo_loss import fused_linear_ppo
 
-    bound = inspect.signature(BASE.forward).bind(FUNCTION, None, None, None, None, None, None, beta=0.0)
-    bound.apply_defaults()
-    call = fused_linear_ppo._Call(FUNCTION, None, bound.arguments, BASE.forward)
-    assert not fused_linear_ppo._traits(call).masked_rows_matter
-    known = fused_linear_ppo.KNOWN_PARAMETERS
-    try:
-        fused_linear_ppo.KNOWN_PARAMETERS = known - {"epsilon_low"}
-        assert not fused_linear_ppo._traits(call).masked_rows_matter
-        call.arguments["epsilon_low"] = 0.3
-        assert fused_linear_ppo._traits(call) == PolicyTraits()
-    finally:
-        fused_linear_ppo.KNOWN_PARAMETERS = known
+    monkeypatch.setattr(fused_linear_ppo, "KNOWN_PARAMETERS", fused_linear_ppo.KNOWN_PARAMETERS - {"epsilon_low"})
+    with patched():
+        run(Case(), KIND)
+        assert not left_to_upstream()
+        loss = kit.build(Case(), KIND)
+        loss.epsilon_low = 0.3
+        loss(**kit.arguments(Case(), tensors(), KIND))
+        assert left_to_upstream() == [
+            "upstream's own forward: epsilon_low is in use, an argument that is not known here"
+        ]
 
 
 # Backward
@@ -392,6 +481,76 @@ def test_a_kept_graph_can_run_backward_again() -> None:
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other, rtol=5e-6, atol=1e-7)
     torch.testing.assert_close(ours[0] / 2, ours[4])
+
+
+@pytest.mark.parametrize(
+    "name", ["advantages", "old_per_token_logps", "ref_per_token_logps", "ref_weight", "ref_input", "vllm_is_ratio"]
+)
+@pytest.mark.parametrize("trainable", ["nothing", "hidden"])
+def test_another_input_that_requires_a_gradient_gets_none(name: str, trainable: str) -> None:
+    if name not in CALLED or (name == "vllm_is_ratio" and "num_items_in_batch" not in CALLED):
+        pytest.skip("this Liger has no such argument")
+    ref = "input" if name in ("ref_weight", "ref_input") else "given"
+    case = Case(loss_type="bnpo", beta=0.04, ref=ref, old=True, ratio="BT", trainable=trainable)
+
+    def gradients() -> list[Any]:
+        keywords = kit.arguments(case, tensors(), KIND)
+        other = keywords[name].clone().requires_grad_()
+        loss, _ = kit.build(case, KIND)(**{**keywords, name: other})
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return [other.grad, keywords["_input"].grad]
+
+    theirs = gradients()
+    with patched():
+        ours = gradients()
+        assert not left_to_upstream()
+    assert ours[0] is None
+    assert theirs[0] is None
+    torch.testing.assert_close(ours[1], theirs[1], rtol=5e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_tensors_that_hooks_have_kept_are_left_as_they_were(bias: bool) -> None:
+    case = Case(bias=bias)
+    theirs = run(case, KIND)
+    kept: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> int:
+        kept.append(tensor)
+        return len(kept) - 1
+
+    with patched():
+        keywords = kit.arguments(case, tensors(), KIND)
+        with torch.autograd.graph.saved_tensors_hooks(keep, kept.__getitem__):
+            loss, metrics = kit.build(case, KIND)(**keywords)
+        before = [tensor.clone() for tensor in kept]
+        # Out of the hooks: what counts is who could have taken them when they were saved.
+        (loss * 0.7).backward()
+    assert len(kept) == 2 + bias
+    assert all(torch.equal(mine, other) for mine, other in zip(kept, before, strict=True))
+    leaves = {"hidden": keywords["_input"], "weight": keywords["lin_weight"], "bias": keywords["bias"]}
+    gradients = {name: None if leaf is None else leaf.grad for name, leaf in leaves.items()}
+    assert_equal(kit.Result(loss.detach(), tuple(metrics), gradients), theirs)
+
+
+def test_without_hooks_saved_tensors_are_the_patchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    import fusepatch.loss
+
+    seen: list[bool] = []
+    original = fusepatch.loss.scale_gradients
+
+    def watched(gradients: Any, grad_output: torch.Tensor, *, shared: bool) -> Any:
+        seen.append(shared)
+        return original(gradients, grad_output, shared=shared)
+
+    monkeypatch.setattr(fusepatch.loss, "scale_gradients", watched)
+    before = kit.build(Case(), KIND)(**kit.arguments(Case(), tensors(), KIND))[0]
+    with patched():
+        run(Case(), KIND)
+        # A graph that upstream built, under hooks that nobody asked about.
+        before.backward()
+    assert seen == [False, True]
 
 
 def test_the_gradient_of_the_scale() -> None:
@@ -495,61 +654,6 @@ def test_what_existed_before_the_patch_is_reached() -> None:
             loss, _ = apply(*first, *tail)
             torch.testing.assert_close(loss.detach(), theirs, rtol=5e-6, atol=1e-7)
             assert record().calls == calls
-
-
-def squares(values: Any, advantages: Any, full_attention_mask: Any) -> Any:
-    """A loss over masked tokens too, with a metric for each sequence."""
-    own = -(values * values * advantages.unsqueeze(1)).sum(-1)
-    return own.sum() / full_attention_mask.numel(), [own.detach().mean() * 0 + 1, own.detach()]
-
-
-class Squares(FUNCTION):  # type: ignore[misc, valid-type]
-    @staticmethod
-    def ppo_loss_fn(
-        per_token_logps: Any, attention_mask: Any, advantages: Any, full_attention_mask: Any, **_: Any
-    ) -> Any:
-        return squares(per_token_logps, advantages, full_attention_mask)
-
-
-class OnlyKeywords(FUNCTION):  # type: ignore[misc, valid-type]
-    @staticmethod
-    def ppo_loss_fn(**given: Any) -> Any:
-        return squares(given["per_token_logps"], given["advantages"], given["full_attention_mask"])
-
-
-@pytest.mark.skipif(
-    "per_token_logps" not in inspect.signature(FUNCTION.ppo_loss_fn).parameters, reason="this Liger is older than 0.8"
-)
-def test_a_subclass_with_a_policy_of_its_own() -> None:
-    def call(function: Any) -> tuple[torch.Tensor, Any, torch.Tensor]:
-        given = tensors()
-        hidden = given["hidden"].clone().requires_grad_()
-        values = {
-            "_input": hidden,
-            "weight": given["weight"],
-            "selected_token_ids": given["ids"],
-            "attention_mask": given["mask"],
-            "advantages": given["advantages"],
-            "beta": 0.0,
-            "compiled": False,
-            "use_ref_model": False,
-        }
-        parameters = inspect.signature(function.forward).parameters.values()
-        loss, metrics = function.apply(*[values.get(p.name, p.default) for p in parameters if p.name != "ctx"])
-        loss.backward()
-        return loss.detach(), metrics, hidden.grad
-
-    expected = {function: call(function) for function in (Squares, OnlyKeywords)}
-    with patched():
-        ours = call(Squares)
-        assert not left_to_upstream()
-        # The scalar metric is added up over upstream's chunks, of which there is one here.
-        assert float(ours[1][0]) == 1.0
-        assert float(expected[Squares][1][0]) == float(kit.BATCH)
-        torch.testing.assert_close((ours[0], ours[1][1], ours[2]), (lambda t: (t[0], t[1][1], t[2]))(expected[Squares]))
-        assert float(ours[2][tensors()["mask"] == 0].abs().max()) > 0
-        torch.testing.assert_close(call(OnlyKeywords), expected[OnlyKeywords])
-        assert "takes other arguments" in left_to_upstream()[0]
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

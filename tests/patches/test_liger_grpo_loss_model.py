@@ -18,10 +18,9 @@ trl = pytest.importorskip("trl")
 pytest.importorskip("liger_kernel.chunked_loss")
 
 import fusepatch  # noqa: E402
-from demo import tiny  # noqa: E402
-from fusepatch.patches.liger_grpo_loss import model_logits  # noqa: E402
-from kits.liger_grpo import patched, record  # noqa: E402
-from kits.liger_grpo_trainer import WITHOUT_PEFT, trainer  # noqa: E402
+from fusepatch.engine import ledger  # noqa: E402
+from fusepatch.patches.liger_grpo_loss import left_out, model_logits, model_tail  # noqa: E402
+from fusepatch.patches.liger_grpo_loss.model_tail import Map  # noqa: E402
 
 TRAINER = importlib.import_module("trl.trainer.grpo_trainer").GRPOTrainer
 BATCH, PROMPT, COMPLETION = 3, 4, 5
@@ -61,6 +60,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("Cohere", {"logit_scale": 0.3}),
     "cohere2": ("Cohere2", {"logit_scale": 0.3, "sliding_window": 8}),
     "granite": ("Granite", {"logits_scaling": 4.0}),
+    "recurrent_gemma": (
+        "RecurrentGemma",
+        {"logits_soft_cap": 3.0, "lru_width": 16, "attention_window_size": 8, "block_types": ["attention"]},
+    ),
+    "xlstm": ("xLSTM", {"output_logit_soft_cap": 3.0, "num_heads": 2, "num_blocks": 1}),
+    "minicpm3": ("MiniCPM3", {"dim_model_base": 4}),
+    "falcon_h1": ("FalconH1", {"lm_head_multiplier": 0.3}),
     "qwen3": ("Qwen3", {}),
     "qwen3_moe": ("Qwen3Moe", {}),
 }
@@ -70,6 +76,8 @@ def model(family: str, **changes: Any) -> Any:
     name, own = FAMILIES[family]
     torch.manual_seed(3)
     shape = {key: value for key, value in SHAPE.items() if not (key == "head_dim" and name in ("Cohere", "Granite"))}
+    if not hasattr(transformers, f"{name}ForCausalLM"):
+        pytest.skip(f"this transformers has no {name}")
     config = getattr(transformers, f"{name}Config")(**{**shape, **own, **changes})
     made = getattr(transformers, f"{name}ForCausalLM")(config)
     with torch.no_grad():
@@ -114,7 +122,7 @@ def fused(folder: Path, trained: Any, given: Any = None, adapted: Any = None) ->
     return made.compute_liger_loss(adapted or made.model, given or inputs())
 
 
-@pytest.mark.parametrize("family", ["gemma2", "cohere", "cohere2", "granite", "qwen3"])
+@pytest.mark.parametrize("family", ["gemma2", "cohere", "cohere2", "granite", "recurrent_gemma", "qwen3"])
 def test_the_loss_is_that_of_the_models_own_logits(tmp_path: Path, family: str) -> None:
     trained = model(family)
     by_hand = loss_by_hand(trained)
@@ -138,20 +146,226 @@ def test_the_loss_is_that_of_the_models_own_logits(tmp_path: Path, family: str) 
             torch.testing.assert_close(parameter.grad, wanted[name], rtol=1e-3, atol=1e-5)
 
 
-def test_the_map_does_not_outlive_the_call(tmp_path: Path) -> None:
+def test_the_model_does_not_outlive_the_call(tmp_path: Path) -> None:
     with patched():
         fused(tmp_path, model("granite"))
-        assert model_logits.model_logits() == model_logits.ModelLogits()
+        assert model_logits._current.get() is None
         with pytest.raises(KeyError):
             fused(tmp_path, model("granite"), {"nothing": None})
-        assert model_logits.model_logits() == model_logits.ModelLogits()
+        assert model_logits._current.get() is None
+
+
+def inkling2() -> Any:
+    configuration = pytest.importorskip("transformers.models.inkling2.configuration_inkling2")
+    modeling = importlib.import_module("transformers.models.inkling2.modeling_inkling2")
+    shape = {**SHAPE, "num_key_value_heads": 1, "final_logit_softcapping": 3.0}
+    made = modeling.Inkling2ForCausalLM(configuration.Inkling2TextConfig(**shape))
+    torch.nn.init.normal_(made.lm_head.weight)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("family", "scale", "cap"),
+    [
+        ("gemma2", 1.0, 3.0),
+        ("cohere", 0.3, None),
+        ("granite", 0.25, None),
+        ("falcon_h1", 0.3, None),
+        ("minicpm3", 0.25, None),
+        ("xlstm", 1.0, 3.0),
+        ("inkling2", 1.0, 3.0),
+        ("qwen3", 1.0, None),
+        ("qwen3_moe", 1.0, None),
+    ],
+)
+def test_what_is_between_the_head_and_the_logits_is_found_by_asking(
+    family: str, scale: float, cap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_logits, "by_name", lambda _: Map())
+    trained = inkling2() if family == "inkling2" else model(family)
+    for dtype in (torch.float32, torch.bfloat16):
+        found = model_logits.read(trained.to(dtype))
+        assert (found.map.scale, found.map.cap) == (scale, cap)
+        assert found.understood
+        assert bool(found.replaced) == bool(found.described)
+        assert not found.refused + found.unchecked
 
 
 def test_a_configuration_without_a_cap_is_plain() -> None:
-    assert model_logits.read(model("gemma2", final_logit_softcapping=None)) == model_logits.ModelLogits()
-    assert model_logits.read(model("gemma2")).final_logit_softcapping == 3.0
-    assert model_logits.read(model("cohere")).scale == 0.3
-    assert model_logits.read(model("granite")).scale == 0.25
+    assert model_logits.read(model("gemma2", final_logit_softcapping=None)).map == Map()
+    assert model_logits.by_name(model("gemma2")).cap == 3.0
+    assert model_logits.by_name(model("cohere")).scale == 0.3
+    assert model_logits.by_name(model("granite")).scale == 0.25
+
+
+def test_a_name_that_the_model_does_not_follow_is_not_believed() -> None:
+    trained = model("qwen3")
+    trained.config.model_type, trained.config.logit_scale = "cohere", 0.3
+    assert model_logits.by_name(trained).scale == 0.3
+    assert model_logits.read(trained) == model_logits.ModelLogits()
+
+
+def test_asking_changes_nothing() -> None:
+    trained = with_other_logits(lambda logits: torch.nn.functional.dropout(logits, 0.5))
+    calls: list[Any] = []
+    trained.register_forward_hook(lambda *given: calls.append(given))
+    trained.model.register_forward_hook(lambda *given: calls.append(given))
+    before, modules, state = dict(vars(trained)), dict(trained._modules), torch.get_rng_state()
+    assert model_logits.read(trained).refused
+    assert vars(trained) == before
+    assert trained._modules == modules
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not calls
+    assert all(parameter.grad is None for parameter in trained.parameters())
+
+
+def test_a_model_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = []
+    compare = model_tail.compare
+    monkeypatch.setattr(model_tail, "compare", lambda *given: (compared.append(given), compare(*given))[1])
+    trained = model("gemma2")
+    with patched():
+        made = trainer(tmp_path, lora=False, model=trained, beta=0.0, loss_type="bnpo")
+        made.current_gradient_accumulation_steps = 1
+        for _ in range(2):
+            made.compute_liger_loss(made.model, inputs())
+        assert len(compared) == 1
+        assert [note.times for note in ledger.replacements("liger.grpo_loss")] == [2]
+        trained.lm_head = torch.nn.Linear(SHAPE["hidden_size"], VOCABULARY, bias=False)
+        made.compute_liger_loss(made.model, inputs())
+        assert len(compared) == 2
+
+
+def with_other_logits(change: Any) -> Any:
+    """A Qwen3 whose forward changes its logits in a way that its configuration does not name."""
+    trained = model("qwen3")
+
+    class Changed(type(trained)):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            output = super().forward(*args, **kwargs)
+            output.logits = change(output.logits)
+            return output
+
+    trained.__class__ = Changed
+    return trained
+
+
+def masked(logits: torch.Tensor) -> torch.Tensor:
+    return logits.index_fill(-1, torch.tensor([7]), -torch.inf)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda logits: 7.31 * (logits / 7.31).tanh(),
+        lambda logits: 1.37 * logits,
+        lambda logits: logits[..., :-1],
+        masked,
+    ],
+    ids=["cap", "scale", "shape", "mask"],
+)
+def test_logits_that_nothing_explains_are_said(change: Any) -> None:
+    found = model_logits.read(with_other_logits(change))
+    if found.unchecked:
+        assert "its logits have shape" in found.unchecked
+    else:
+        assert not found.understood
+        assert (
+            "the logits of Changed are not what its lm_head gives: for 8 rows of hidden states they differ"
+            in found.refused
+        )
+
+
+def test_a_model_that_is_not_understood_is_left_to_upstream(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trained = with_other_logits(lambda logits: 1.37 * logits)
+    theirs = fused(tmp_path, trained)
+    with patched():
+        torch.testing.assert_close(fused(tmp_path, trained), theirs, rtol=0, atol=0)
+        fused(tmp_path, trained)
+        notes = {note.text: note.times for note in ledger.fallbacks("liger.grpo_loss")}
+    assert notes["upstream's own forward: the model's logits are not what its lm_head gives"] == 2
+    assert caplog.text.count("which no soft cap or scale in its configuration explains") == 1
+    with patched(FUSEPATCH_STRICT="1"), pytest.raises(fusepatch.StrictError, match="not what its lm_head gives"):
+        fused(tmp_path, trained)
+
+
+class InAGroup:
+    """A group of processes, which makes hooks on the head a place where they may communicate."""
+
+    def __enter__(self) -> None:
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+
+    def __exit__(self, *_: Any) -> None:
+        torch.distributed.destroy_process_group()
+
+
+def unchecked(trained: Any) -> str:
+    found = model_logits.read(trained)
+    assert found.understood
+    return found.unchecked.partition("lm_head's: ")[2]
+
+
+def test_a_model_that_cannot_be_asked_is_taken_by_its_names() -> None:
+    trained = model("gemma2")
+    trained.forward = lambda **given: type(trained).forward(trained, **given)
+    assert unchecked(trained) == "its forward has been replaced by one that is bound to something else"
+    assert model_logits.read(trained).map == Map(1.0, 3.0, "", "final_logit_softcapping")
+    assert "known by its name" in model_logits.read(trained).replaced
+    del trained.forward
+    trained.lm_head.register_forward_hook(lambda *_: None)
+    assert not unchecked(trained)
+    with InAGroup():
+        assert unchecked(trained) == "its Linear has hooks, which may communicate"
+    trained.lm_head.weight.ds_id = 3
+    assert unchecked(trained) == "its head is sharded"
+    compiled = model("gemma2")
+    compiled.lm_head.compile()
+    assert unchecked(compiled) == "its Linear is compiled"
+    other = model("gemma2")
+    found = model_logits.read(other, torch.zeros(1, 1, 16), other.lm_head.weight + 1, None)
+    assert "was not given the weight" in found.unchecked
+    with torch.no_grad():
+        other.lm_head.weight.zero_()
+    assert "its head gives zeros" in unchecked(other)
+
+
+def test_a_field_that_is_not_known_is_said_where_the_model_cannot_be_asked() -> None:
+    trained = model("granite")
+    trained.forward = lambda **given: type(trained).forward(trained, **given)
+    assert not model_logits.read(trained).refused
+    trained.config.model_type = "something_new"
+    assert (
+        "sets logits_scaling, which is not known here, and its logits could not be compared"
+        in model_logits.read(trained).refused
+    )
+    plain = model("qwen3")
+    plain.forward = lambda **given: type(plain).forward(plain, **given)
+    assert not model_logits.read(plain).refused
+
+
+def test_fsdp2_is_asked_while_its_head_is_whole() -> None:
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    if not hasattr(fsdp, "fully_shard"):
+        pytest.skip("this torch has no fully_shard")
+    trained = model("gemma2")
+    found = []
+    with InAGroup():
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        for layer in trained.model.layers:
+            fsdp.fully_shard(layer, mesh=mesh)
+        fsdp.fully_shard(trained, mesh=mesh)
+        assert unchecked(trained) in ("its head is sharded", "the loss was not given the weight of its lm_head")
+        # As TRL computes its loss, inside of the root's forward; this one asks once and then goes on.
+        forward = type(trained).forward
+
+        def asking(self: Any, **given: Any) -> Any:
+            type(trained).forward = forward
+            found.append(model_logits.read(self))
+            return forward(self, **given)
+
+        type(trained).forward = asking
+        trained(input_ids=inputs()["prompt_ids"])
+    assert [(one.unchecked, one.map.cap) for one in found] == [("", 3.0)]
 
 
 def test_a_cap_that_upstream_would_drop_is_said_when_it_takes_the_call(
@@ -171,13 +385,34 @@ def test_keep_reads_no_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     assert "left out" not in caplog.text
 
 
-def test_a_scale_of_an_unknown_kind_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    trained = model("granite")
-    theirs = fused(tmp_path, trained)
-    trained.config.model_type = "something_new"
-    with patched():
-        torch.testing.assert_close(fused(tmp_path, trained), theirs, rtol=1e-5, atol=1e-6)
-    assert "uses logits_scaling in its forward, in a way that is not known here" in caplog.text
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_float32_head_beside_half_precision_is_multiplied_as_the_model_does(tmp_path: Path, autocast: bool) -> None:
+    if "cast_lm_head_to_fp32" not in inspect.signature(trl.GRPOConfig).parameters:
+        pytest.skip("TRL is older")
+    trained = model("qwen3").to(torch.bfloat16)
+    made = trainer(tmp_path, lora=False, model=trained, beta=0.0, loss_type="bnpo", cast_lm_head_to_fp32=True)
+    made.model.eval()
+    made.current_gradient_accumulation_steps = 1
+    with torch.no_grad():
+        trained.lm_head.weight.normal_(std=3.0)  # no longer what bfloat16 can hold
+    given = inputs() | {"old_per_token_logps": None}
+    made.temperature = made.liger_loss.temperature = 1.0
+    made.use_liger_kernel = False
+    context = torch.autocast("cpu", torch.bfloat16, enabled=autocast)
+    with context:
+        native = made._compute_loss(made.model, given)
+    native.backward()
+    wanted = trained.lm_head.weight.grad.clone()
+    trained.zero_grad()
+    with patched(), context:
+        ours = made.compute_liger_loss(made.model, given)
+        said = [note.text for note in ledger.replacements("liger.grpo_loss")]
+    ours.backward()
+    assert trained.lm_head.weight.dtype == torch.float32
+    assert ["the loss takes the model's product in float32" in text for text in said] == [True] * (not autocast)
+    if not autocast:
+        torch.testing.assert_close(ours, native, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(trained.lm_head.weight.grad, wanted, rtol=1e-3, atol=1e-5)
 
 
 def with_adapter(trained: Any, targets: list[str]) -> Any:
@@ -239,3 +474,88 @@ def test_strict_mode_raises_instead(tmp_path: Path) -> None:
         made.current_gradient_accumulation_steps = 1
         with pytest.raises(fusepatch.StrictError, match="carries an adapter"):
             made.compute_liger_loss(with_adapter(trained, ["lm_head"]), inputs())
+
+
+def vision_trainer(folder: Path) -> Any:
+    pytest.importorskip("transformers.models.qwen2_5_vl")
+    text = {
+        **SHAPE,
+        "vocab_size": VOCABULARY + 2,
+        "max_position_embeddings": 128,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4},
+    }
+    vision = {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_heads": 2,
+        "out_hidden_size": 16,
+        "patch_size": 4,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "window_size": 16,
+        "fullatt_block_indexes": [0],
+    }
+    ids = {"image_token_id": VOCABULARY, "video_token_id": VOCABULARY + 1}
+    config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **ids)
+    made = trainer(
+        folder,
+        lora=False,
+        model=transformers.Qwen2_5_VLForConditionalGeneration(config),
+        beta=0.0,
+        loss_type="bnpo",
+    )
+    made.current_gradient_accumulation_steps = 1
+    return made
+
+
+@pytest.mark.skipif(
+    "mm_token_type_ids" not in inspect.signature(TRAINER._get_per_token_logps_and_entropies).parameters
+    if hasattr(TRAINER, "_get_per_token_logps_and_entropies")
+    else True,
+    reason="this TRL passes no token types",
+)
+def test_inputs_that_the_fused_path_drops_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with patched():
+        made = vision_trainer(tmp_path)
+        made.compute_liger_loss(made.model, inputs() | {"num_images": [0] * BATCH, "mm_token_type_ids": None})
+        assert "leaves" not in caplog.text
+        types = torch.zeros(BATCH, PROMPT + COMPLETION, dtype=torch.int64)
+        for _ in range(2):
+            made.compute_liger_loss(made.model, inputs() | {"mm_token_type_ids": types})
+    assert (
+        caplog.text.count("TRL's Liger path leaves mm_token_type_ids of this batch out of its call of Qwen2_5_VL") == 1
+    )
+
+    class Mended(TRAINER):  # type: ignore[misc, valid-type]
+        def _get_last_hidden_state(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+            return {"mm_token_type_ids": None}
+
+    made.__class__ = Mended
+    assert left_out.dropped_inputs(made, {"mm_token_type_ids": types}) == []
+
+
+def test_an_objective_of_a_subclass_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class WithBonus(TRAINER):  # type: ignore[misc, valid-type]
+        def _compute_loss(self, model: Any, inputs: Any) -> Any:
+            return super()._compute_loss(model, inputs) + 1
+
+    class WithFusedBonus(WithBonus):
+        def compute_liger_loss(self, model: Any, inputs: Any) -> Any:
+            return super().compute_liger_loss(model, inputs) + 1
+
+    with patched():
+        made = trainer(tmp_path, lora=False, model=model("qwen3"), beta=0.0, loss_type="bnpo")
+        made.current_gradient_accumulation_steps = 1
+        plain = made.compute_loss(made.model, inputs())
+        made.__class__ = WithFusedBonus
+        torch.testing.assert_close(made.compute_loss(made.model, inputs()), plain + 1)
+        assert "of its own" not in caplog.text
+        made.__class__ = WithBonus
+        for _ in range(2):
+            torch.testing.assert_close(made.compute_loss(made.model, inputs()), plain)
+        assert caplog.text.count("WithBonus has a _compute_loss of its own, which TRL does not call") == 1
+        made.__class__ = TRAINER
+        made._compute_loss = lambda model, inputs: None
+        made.compute_loss(made.model, inputs())
+        assert "GRPOTrainer has a _compute_loss of its own" in caplog.text

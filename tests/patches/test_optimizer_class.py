@@ -58,6 +58,15 @@ class OfAdamW(torch.optim.AdamW):
         super().__init__(params, lr, **kwargs)
 
 
+class OwnStates(torch.optim.SGD):
+    """A subclass with a step and states of its own."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["mine"] = group["momentum"]
+
+
 class Failing(torch.optim.Optimizer):
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -67,7 +76,7 @@ class Failing(torch.optim.Optimizer):
 @pytest.fixture(autouse=True)
 def of_a_user() -> Iterator[None]:
     made = types.ModuleType("optimizers_of_mine")
-    for kind in (Own, OfAdamW, Failing):
+    for kind in (Own, OfAdamW, OwnStates, Failing):
         setattr(made, kind.__name__, kind)
     sys.modules[made.__name__] = made
     yield
@@ -320,6 +329,116 @@ def test_the_checkpoint_of_another_class_is_refused_before_it_is_loaded() -> Non
             optimizer.load_state_dict(of_adamw)
 
 
+FAMILY = [
+    "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
+]  # fmt: skip
+
+
+def one_step(optimizer: Any) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.grad = torch.full_like(param, 0.5)
+    optimizer.step()
+
+
+def matrix() -> list[Any]:
+    return [torch.nn.Parameter(torch.ones(4, 3))]  # Muon takes nothing else
+
+
+MOMENTUM = {"SGD": {"momentum": 0.9}, "RMSprop": {"momentum": 0.9}}
+
+
+@pytest.fixture(scope="module")
+def written() -> dict[str, Any]:
+    """A checkpoint of each class, after one step."""
+    checkpoints = {}
+    for name in FAMILY:
+        if hasattr(torch.optim, name):
+            optimizer = getattr(torch.optim, name)(matrix(), lr=0.1, **MOMENTUM.get(name, {}))
+            one_step(optimizer)
+            checkpoints[name] = optimizer.state_dict()
+    return checkpoints
+
+
+@pytest.mark.parametrize("asked", [name for name in FAMILY if hasattr(torch.optim, name)])
+def test_a_class_of_torch_loads_any_ones_checkpoint_as_itself_or_refuses(asked: str, written: dict[str, Any]) -> None:
+    """As itself: the flags that make it the class, every key and state that its step reads, and its own arithmetic."""
+    kind, trained = getattr(torch.optim, asked), {}
+    with wanting(f"torch.optim.{asked}", OPTIMIZER_FUSED="keep"):
+        for writer, saved in written.items():
+            params = matrix()
+            optimizer = trainer.construct(torch.optim.AdamW, params, lr=0.1)
+            assert type(optimizer) is kind
+            fresh = copy.deepcopy(optimizer.state_dict())
+            try:
+                optimizer.load_state_dict(copy.deepcopy(saved))
+            except OptimizerClassError:
+                assert str(optimizer.state_dict()) == str(fresh), "nothing was loaded"
+                continue
+            one_step(optimizer)
+            trained[writer] = params[0].detach()
+    assert asked in trained
+    assert set(trained) <= ({"Adam", "AdamW", "NAdam", "RAdam"} if "Adam" in trained else {asked})
+    for writer, weights in trained.items():
+        params = matrix()
+        by_hand = kind(params, lr=0.1)
+        own = {name: by_hand.param_groups[0][name] for name in ("decoupled_weight_decay",) if name in by_hand.defaults}
+        group = {**by_hand.param_groups[0], **written[writer]["param_groups"][0], **own}
+        by_hand.load_state_dict({"state": written[writer]["state"], "param_groups": [group]})
+        one_step(by_hand)
+        assert torch.equal(params[0], weights), writer
+
+
+def test_adam_that_resumes_from_adamw_is_adam() -> None:
+    def params() -> list[Any]:
+        return [torch.nn.Parameter(torch.ones(3))]
+
+    with inactive():
+        by_adamw = torch.optim.AdamW(params(), lr=0.1, weight_decay=0.5)
+        one_step(by_adamw)
+        saved = by_adamw.state_dict()
+    for kwargs, flag in ((None, False), ('{"decoupled_weight_decay": true}', True)):
+        with wanting("torch.optim.Adam", kwargs):
+            optimizer = trainer.construct(torch.optim.AdamW, params(), **TRAINER)
+            before = copy.deepcopy(saved)
+            optimizer.load_state_dict(saved)
+            assert flags(optimizer, "decoupled_weight_decay") == [(flag,)]
+            assert saved["param_groups"] == before["param_groups"], "the caller's checkpoint is left as it is"
+            text = "decoupled_weight_decay: True in the checkpoint -> False, which the class that was asked for has"
+            assert (text in replaced()) == (not flag)
+    with wanting("torch.optim.Adam"):
+        in_code = mine.construct(torch.optim.Adam, params(), lr=0.1)
+        in_code.load_state_dict(saved)
+        assert flags(in_code, "decoupled_weight_decay") == [(True,)], "torch's own way, which the user's code has"
+
+
+def test_adamw_that_was_asked_for_refuses_states_that_it_cannot_read() -> None:
+    with inactive():
+        by_adamax = torch.optim.Adamax(parameters(), lr=0.25)
+        one_step(by_adamax)
+        saved = by_adamax.state_dict()
+    with wanting("torch.optim.AdamW"):
+        optimizer = built()
+        with pytest.raises(
+            OptimizerClassError, match=r"have exp_avg, exp_inf, step, and wanted is exp_avg, exp_avg_sq, step"
+        ):
+            optimizer.load_state_dict(saved)
+
+
+def test_a_class_of_the_users_own_is_judged_by_its_groups_alone() -> None:
+    """Its states may have any names, whatever class it derives from."""
+    with wanting("optimizers_of_mine.OwnStates"):
+        optimizer = built()
+        one_step(optimizer)
+        resumed = built()
+        resumed.load_state_dict(optimizer.state_dict())
+        assert {"mine"} == {name for state in resumed.state.values() for name in state}
+        saved = optimizer.state_dict()
+        del saved["param_groups"][0]["momentum"]
+        with pytest.raises(OptimizerClassError, match="the param groups that were loaded have no momentum"):
+            built().load_state_dict(saved)
+
+
 def test_parameters_that_change_before_the_first_step_are_judged_again() -> None:
     from torch.optim import Muon
 
@@ -331,6 +450,18 @@ def test_parameters_that_change_before_the_first_step_are_judged_again() -> None
         late.grad = torch.ones(12)
         with pytest.raises(OptimizerClassError, match=r"at the first step: .* it takes matrices only"):
             optimizer.step()
+        assert torch.equal(late, torch.ones(12))
+
+
+def test_parameters_are_judged_before_the_first_update_inside_backward_too() -> None:
+    from fusepatch.optim.in_backward import InBackward
+
+    with wanting("torch.optim.Muon"):
+        optimizer = trainer.construct(torch.optim.AdamW, matrix(), **TRAINER)
+        optimizer.param_groups[0]["params"][0] = late = torch.nn.Parameter(torch.ones(12))
+        InBackward(optimizer, {})
+        with pytest.raises(OptimizerClassError, match=r"at the first step: .* it takes matrices only"):
+            late.sum().backward()
         assert torch.equal(late, torch.ones(12))
 
 

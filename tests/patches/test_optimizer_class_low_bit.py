@@ -137,6 +137,56 @@ def test_the_checkpoint_of_adamw_is_refused_before_any_step(path: str, tmp_path:
         assert all(torch.equal(a, b) for a, b in zip(resumed.model.parameters(), saved.parameters(), strict=True))
 
 
+@pytest.mark.parametrize(
+    ("writer", "asked", "found"),
+    [
+        ("torchao.optim.AdamW8bit", "torchao.optim.AdamW8bit", None),
+        (
+            "torchao.optim.AdamW8bit",
+            "torchao.optim.AdamW4bit",
+            "are OptimState8bit, and those of this class are OptimState4bit",
+        ),
+        ("bitsandbytes.optim.AdamW8bit", "bitsandbytes.optim.AdamW8bit", None),
+        ("bitsandbytes.optim.AdamW8bit", "bitsandbytes.optim.Lion8bit", "wanted is state1 without state2"),
+        ("bitsandbytes.optim.Lion8bit", "bitsandbytes.optim.AdamW8bit", "wanted is state1 and state2"),
+        (
+            "bitsandbytes.optim.AdamW32bit",
+            "bitsandbytes.optim.AdamW8bit",
+            "are torch.float32, and those of this class have 8 bits",
+        ),
+    ],
+)
+def test_states_of_another_class_of_the_same_package(writer: str, asked: str, found: str | None) -> None:
+    """Their param groups have the same keys. bitsandbytes loads in a way of its own, so its first step is where it is seen."""
+    from optimizer_flags_kit import module
+
+    def step(optimizer: Any) -> None:
+        optimizer.param_groups[0]["params"][0].grad = torch.ones(64, 64)
+        optimizer.step()
+
+    def params() -> list[Any]:
+        return [torch.nn.Parameter(torch.ones(64, 64))]
+
+    with inactive():
+        by_writer = kind_at(writer)(params(), lr=1e-3)
+        step(by_writer)
+        saved = by_writer.state_dict()
+
+    def resume(fresh: list[Any]) -> None:
+        optimizer = module("transformers.trainer").construct(torch.optim.AdamW, fresh, lr=1e-3)
+        optimizer.load_state_dict(saved)
+        step(optimizer)
+
+    with active(OPTIMIZER_CLASS=asked):
+        fresh = params()
+        if found is None:
+            resume(fresh)
+        else:
+            with pytest.raises(OptimizerClassError, match=found):
+                resume(fresh)
+        assert torch.equal(fresh[0], params()[0]) == (found is not None)
+
+
 @pytest.mark.parametrize("path", [TORCHAO, BITSANDBYTES])
 def test_verls_build_optimizer(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if importlib.util.find_spec("verl") is None:

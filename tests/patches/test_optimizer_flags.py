@@ -212,6 +212,12 @@ def test_torchs_own_errors_stay_torchs(bad: Any) -> None:
         verl.construct(AdamW, parameters(), no_such_argument=1)
 
 
+def test_what_the_constructor_checks_is_checked_in_what_the_caller_passed() -> None:
+    groups = [{"params": parameters(1)}, {"params": parameters(1), "foreach": False}]
+    with active(), pytest.raises(ValueError, match="lr as a Tensor"):
+        verl.construct(AdamW, groups, lr=torch.tensor(0.1), foreach=True)
+
+
 def test_constructing_is_done_once() -> None:
     built = []
 
@@ -253,7 +259,6 @@ def test_a_group_without_parameters_changes_nothing() -> None:
     with active():
         optimizer = trainer.construct(AdamW, [{"params": parameters()}, {"params": []}], lr=0.1)
     assert flags(optimizer) == [(True, None), (True, None)]
-    assert optimizer.defaults["fused"] is True
 
 
 def test_flags_in_the_groups_count_too() -> None:
@@ -380,7 +385,7 @@ def test_sparse_gradients_are_found_at_the_first_step(name: str) -> None:
 
     with active():
         patched = rows(True)
-        assert any("at the first step: not fused" in text for text in fallbacks())
+        assert any("at a step: not fused" in text for text in fallbacks())
     with inactive():
         assert torch.equal(patched, rows(False))
 
@@ -407,7 +412,7 @@ def test_sparse_gradients_are_found_where_a_closure_makes_them(name: str, by_key
 
     with active():
         patched = rows(verl.construct)
-        assert len([text for text in fallbacks() if "at the first step: not fused" in text]) == 1
+        assert len([text for text in fallbacks() if "at a step: not fused" in text]) == 1
     with inactive():
         assert all(map(torch.equal, patched, rows(lambda kind, *args, **kwargs: kind(*args, **kwargs))))
 
@@ -459,7 +464,7 @@ def test_identity_pickle_copy_signature_and_isinstance_are_as_before() -> None:
         train(optimizer)
         for other in (pickle.loads(pickle.dumps(optimizer)), copy.deepcopy(optimizer)):
             assert type(other) is AdamW
-            assert flags(other) == [(True, None)]
+            assert flags(other) == [(None, None)], "a copy is the ordinary optimizer that the framework constructed"
             train(other)
             other.load_state_dict(optimizer.state_dict())
         assert record().calls == 1, "neither calls the constructor"
@@ -490,21 +495,26 @@ def test_schedulers_see_an_ordinary_optimizer(recwarn: pytest.WarningsRecorder) 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
 def test_compiled_and_eager_steps_agree(name: str) -> None:
+    """A step that is compiled is left to the compiler, as it was constructed."""
+    from torch._dynamo.testing import CompileCounter
+
     results = []
     with active():
         for compiled in (False, True):
             params = parameters()
             optimizer = verl.construct(getattr(torch.optim, name), params, lr=0.1)
             assert flags(optimizer, "fused") == [(True,)]
-            step = torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step
+            graphs = CompileCounter()
+            step = torch.compile(optimizer.step, backend=graphs) if compiled else optimizer.step
             for count in range(4):
                 generator = torch.Generator().manual_seed(count)
                 for param in params:
                     param.grad = torch.randn(param.shape, generator=generator)
                 step()
-            assert flags(optimizer, "fused") == [(True,)]
+            assert flags(optimizer, "fused") == [(None if compiled else True,)]
+            assert bool(graphs.op_count) == compiled, "torch traces no fused SGD: its step would not be compiled at all"
             results.append(torch.cat([param.detach().flatten() for param in params]))
-    torch.testing.assert_close(results[0], results[1], rtol=1e-6, atol=0)
+    torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "Adagrad"])
@@ -524,12 +534,11 @@ def test_a_checkpoint_brings_everything_but_the_flags(name: str, saved_fused: bo
         live.load_state_dict(state)
         assert flags(live) == own == [(True if live_fused else None, None)]
         assert live.param_groups[0]["lr"] == 0.25
-        assert any(text.startswith(f"load_state_dict of {name}") for text in replaced())
         for before, after in zip(saved.state.values(), live.state.values(), strict=True):
             for key, value in before.items():
                 assert torch.equal(value, after[key]) if value is not None else after[key] is None
         train(live)
-    assert bool(state["param_groups"][0]["fused"]) == saved_fused, "the caller's checkpoint is not written to"
+    assert state["param_groups"][0]["fused"] is None, "a flag that no caller passed is in no checkpoint"
 
 
 def test_a_checkpoint_without_the_keys_at_all() -> None:
@@ -635,7 +644,7 @@ def test_deactivating_puts_the_constructors_back() -> None:
         assert {name: vars(getattr(torch.optim, name))["__init__"] for name in CLASSES} == before
         assert flags(verl.construct(AdamW, parameters())) == [(None, None)]
         train(optimizer)
-        assert flags(optimizer) == [(True, None)], "what was built keeps its flags"
+        assert flags(optimizer) == [(None, None)], "nothing looks at its steps any more"
 
 
 @pytest.mark.parametrize("value", ["2", "yes", "True"])

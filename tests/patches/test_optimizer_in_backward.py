@@ -477,3 +477,203 @@ def test_off_means_off(variables: dict[str, object], tmp_path: Path) -> None:
         trained(built)
         assert watch.gradients == [21, 21, 21]
         assert record().calls == 0
+
+
+class EarlyExit(transformers.Trainer):
+    """An auxiliary loss through the detached head, which trains the lower layers alone."""
+
+    region = False
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        base, head, labels = model.model, model.lm_head.weight, inputs["labels"]
+        hidden = base(inputs["input_ids"], output_hidden_states=True, use_cache=False).hidden_states
+
+        def loss(states: Any, weight: Any) -> Any:
+            logits = torch.nn.functional.linear(states, weight)
+            return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+        def early(states: Any) -> Any:
+            return loss(states, head.detach())
+
+        if self.region:
+            first = torch.utils.checkpoint.checkpoint(early, hidden[1], use_reentrant=False)
+        else:
+            first = early(hidden[1])
+        return first + loss(hidden[-1], head)
+
+
+@pytest.mark.parametrize("region", [False, True], ids=["saved", "computed again"])
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
+def test_a_weight_that_is_still_needed_is_an_error_that_says_what_to_do(
+    region: bool, optim: str, tmp_path: Path
+) -> None:
+    with inactive():
+        built = short("Trainer", tmp_path, optim=optim)
+        built.__class__, built.region = EarlyExit, region
+        trained(built)
+    with active():
+        built = short("Trainer", tmp_path, optim=optim)
+        built.__class__, built.region = EarlyExit, region
+        with pytest.raises(InBackwardError, match=r"weight\.detach\(\)\.clone\(\)") as raised:
+            built.train()
+        assert hooks(built.model) == 0
+    assert ("lm_head.weight" if region else "modified by an inplace operation") in str(raised.value)
+
+
+def test_another_error_of_torch_is_left_as_it_is(tmp_path: Path) -> None:
+    class Fails(transformers.Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+            scale = torch.ones(2, requires_grad=True)
+            changed = scale * 2
+            product = (changed * changed).sum()
+            with torch.no_grad():
+                changed.add_(1)
+            return super().compute_loss(model, inputs) + product
+
+    for context in (inactive(), active()):
+        with context:
+            built = short("Trainer", tmp_path)
+            built.__class__ = Fails
+            with pytest.raises(RuntimeError, match="modified by an inplace operation") as raised:
+                built.train()
+            assert type(raised.value) is RuntimeError
+
+
+def test_saved_tensor_hooks_of_a_trainer_are_watched_while_it_trains(tmp_path: Path) -> None:
+    """What TRL's activation_offloading is: it keeps weights where they are. The class itself wants an accelerator."""
+    from torch.autograd.graph import saved_tensors_hooks
+
+    class Keeping(EarlyExit):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            with self.keep:
+                return super().compute_loss(*args, **kwargs)
+
+    def unpack(tensor: Any) -> Any:
+        return tensor
+
+    with active():
+        built = short("Trainer", tmp_path)
+        built.__class__, built.keep = Keeping, saved_tensors_hooks(lambda tensor: tensor, unpack)
+        with pytest.raises(InBackwardError, match=r"a saved tensor that lies in lm_head\.weight"):
+            built.train()
+        assert built.keep.unpack_hook is unpack
+
+
+class Between(transformers.TrainerCallback):
+    """Does something after the second step."""
+
+    def __init__(self, do: Any) -> None:
+        self.do = do
+        self.before: Any = None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if state.global_step == 2:
+            self.do()
+        self.before = [p.detach().clone() for p in model.parameters()]
+
+
+def test_an_optimizer_that_a_callback_exchanges_is_the_one_that_is_hooked(tmp_path: Path) -> None:
+    def run(folder: Path) -> Any:
+        built = short("Trainer", folder, max_steps=5)
+
+        def exchange() -> None:
+            built.optimizer = built.accelerator.prepare(torch.optim.SGD(built.model.parameters(), lr=0.05))
+
+        built.add_callback(Between(exchange))
+        watch = Watch(built.model)
+        watch.on_optimizer_step = lambda *_, **__: None  # type: ignore[method-assign]
+        built.add_callback(watch)
+        return trained(built), watch.gradients, hooks(built.model)
+
+    with inactive():
+        ordinary, _, _ = run(tmp_path / "a")
+    with active():
+        inside, gradients, left = run(tmp_path / "b")
+        assert [note.text.split(": ")[1] for note in record().replaced] == [
+            "torch.optim.adamw.AdamW updates 21 parameters inside backward",
+            "torch.optim.sgd.SGD updates 21 parameters inside backward",
+        ]
+    assert gradients == [0] * 5
+    assert left == 0
+    assert (inside - ordinary).norm() <= 1e-6 * ordinary.norm()
+
+
+def clipped_step(optimizer: Any) -> None:
+    step = optimizer.step
+
+    def clip(*args: Any, **kwargs: Any) -> Any:
+        torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 0.1)
+        return step(*args, **kwargs)
+
+    optimizer.step = clip
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (lambda built: setattr(built.args, "max_grad_norm", 1.0), "max_grad_norm=1.0"),
+        (lambda built: setattr(built.args, "gradient_accumulation_steps", 2), "gradient_accumulation_steps=2"),
+        (
+            lambda built: clipped_step(built.optimizer.optimizer),
+            "step was replaced on this AdamW (clip in",
+        ),
+        (
+            lambda built: clipped_step(built.optimizer),
+            "step was replaced on this AcceleratedOptimizer (clip in",
+        ),
+        (
+            lambda built: built.optimizer.optimizer.register_step_pre_hook(lambda *_: None),
+            "a step pre-hook is registered (<lambda> in",
+        ),
+        (
+            lambda built: setattr(built, "optimizer", torch.optim.LBFGS(built.model.parameters())),
+            "torch.optim.lbfgs.LBFGS",
+        ),
+    ],
+)
+def test_what_a_callback_changes_is_seen_before_a_weight_moves(change: Any, found: str, tmp_path: Path) -> None:
+    with active():
+        built = short("Trainer", tmp_path, max_steps=5)
+        between = Between(lambda: change(built))
+        built.add_callback(between)
+        with pytest.raises(InBackwardError) as raised:
+            built.train()
+    assert found in str(raised.value)
+    assert "training stops before this step has changed a parameter" in str(raised.value)
+    assert built.state.global_step == 2
+    assert all(torch.equal(p, old) for p, old in zip(built.model.parameters(), between.before, strict=True))
+
+
+def test_an_optimizer_that_is_exchanged_in_the_forward_is_seen_before_a_weight_moves(tmp_path: Path) -> None:
+    class Exchanging(transformers.Trainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            if self.state.global_step == 2:
+                self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
+            return super().compute_loss(*args, **kwargs)
+
+    with active():
+        built = short("Trainer", tmp_path, max_steps=5)
+        built.__class__ = Exchanging
+        between = Between(lambda: None)
+        built.add_callback(between)
+        with pytest.raises(InBackwardError, match=r"is another one \(torch\.optim\.sgd\.SGD\)"):
+            built.train()
+    assert all(torch.equal(p, old) for p, old in zip(built.model.parameters(), between.before, strict=True))
+
+
+def test_checkpointing_that_cannot_be_watched_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fusepatch.engine import ledger
+    from fusepatch.engine.patch import Outcome
+    from fusepatch.patches.optimizer_in_backward import attachment
+
+    with active():
+        drifted = ledger.site(ID, attachment.CHECKPOINTING)
+        assert drifted is not None
+        drifted = drifted._replace(outcome=Outcome.DRIFTED)
+        monkeypatch.setattr(attachment.ledger, "site", lambda *_: drifted)
+        built = short("Trainer", tmp_path, gradient_checkpointing=True)
+        before = trainers.weights(built)
+        with pytest.raises(InBackwardError, match=r"gradient checkpointing is on, .*\(DRIFTED; "):
+            built.train()
+        assert torch.equal(trainers.weights(built), before)
+        trained(short("Trainer", tmp_path))

@@ -97,6 +97,13 @@ def render(matrix: Mapping[str, Any]) -> str:
             [f"{PYTEST} -m full {{posargs}}"],
         ),
         _section(
+            "fuzz",
+            "the patched against the unpatched on sampled cases: `-- --seconds N`",
+            [*stack, "pytest==9.2.0"],
+            ["python -m fuzz {posargs}"],
+            more=["change_dir = tests"],
+        ),
+        _section(
             "demo",
             "the first minute: real trainers with and without the import, side by side",
             [*stack, *(pinned[name] for name in VERL_IMPORTS), "uv==0.13.9"],

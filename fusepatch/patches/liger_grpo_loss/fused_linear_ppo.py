@@ -10,17 +10,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import os
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fusepatch import settings
 from fusepatch.engine import ledger
-from fusepatch.engine.patch import Proceed
+from fusepatch.engine.patch import Proceed, Target
 from fusepatch.errors import FusepatchError
-from fusepatch.patches.liger_grpo_loss import sharded
-from fusepatch.patches.liger_grpo_loss.model_logits import model_logits
+from fusepatch.patches.liger_grpo_loss import own_code, sharded
+from fusepatch.patches.liger_grpo_loss.model_logits import ModelLogits, model_logits
 
 if TYPE_CHECKING:
     import torch
@@ -53,6 +52,22 @@ HEAD_PARAMETERS = frozenset(
 )
 """Parameters of upstream's forward that do not go to `ppo_loss_fn` under their own name; every other one does."""
 
+TENSORS = (
+    "_input",
+    "weight",
+    "bias",
+    "selected_token_ids",
+    "attention_mask",
+    "advantages",
+    "old_per_token_logps",
+    "ref_per_token_logps",
+    "ref_input",
+    "ref_weight",
+    "ref_bias",
+    "vllm_is_ratio",
+)
+"""Parameters of upstream's forward that are tensors, or None."""
+
 KNOWN_PARAMETERS = HEAD_PARAMETERS | {
     "epsilon_low",
     "epsilon_high",
@@ -74,6 +89,9 @@ KNOWN_PARAMETERS = HEAD_PARAMETERS | {
 
 NORMALISED_OVER_RANKS = ("dapo", "cispo", "vespo")
 """Loss types whose `ppo_loss_fn` sums the number of tokens over all ranks, unless it is given `num_items_in_batch`."""
+
+
+UPSTREAM = "upstream's own forward: "
 
 
 class LossUnavailableError(FusepatchError, RuntimeError):
@@ -98,6 +116,7 @@ class _Call(NamedTuple):
     ctx: Any
     arguments: Mapping[str, Any]
     original: Any
+    model: ModelLogits = ModelLogits()
 
     def get(self, name: str, absent: Any = None) -> Any:
         return self.arguments.get(name, absent)
@@ -116,23 +135,28 @@ def forward(proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
     """Handler of the base's `forward(cls, ctx, ...)`: returns the loss and the metrics as upstream does."""
     ledger.count_call(ID)
     if settings.current().grpo_loss == "keep":
-        return _to_upstream(proceed, args, kwargs, _Obstacle("FUSEPATCH_GRPO_LOSS=keep"))
+        ledger.fallback(ID, f"{UPSTREAM}FUSEPATCH_GRPO_LOSS=keep")
+        return proceed(*args, **kwargs)
     original = proceed.target.original
     try:
         bound = _signature(original).bind(*args, **kwargs)
     except TypeError:
         return proceed(*args, **kwargs)
     bound.apply_defaults()
-    call = _Call(bound.arguments["cls"], bound.arguments["ctx"], bound.arguments, original)
-    obstacle = _obstacle(call)
+    model = model_logits(*(bound.arguments[name] for name in ("_input", "weight", "bias")))
+    model.report()
+    call = _Call(bound.arguments["cls"], bound.arguments["ctx"], bound.arguments, original, model)
+    obstacle = _not_known(call, proceed.target) or _obstacle(call)
     if obstacle is not None:
-        return _to_upstream(proceed, args, kwargs, obstacle)
+        return _to_upstream(proceed, args, kwargs, model, obstacle)
     try:
         with _hooks_of_others_off():
             result = _compute(call)
     except _PolicyRaisedError as raised:
         error = raised.__cause__
-        return _to_upstream(proceed, args, kwargs, _Obstacle(f"ppo_loss_fn raised {type(error).__name__}: {error}"))
+        return _to_upstream(
+            proceed, args, kwargs, model, _Obstacle(f"ppo_loss_fn raised {type(error).__name__}: {error}")
+        )
     return _finished(call, result)
 
 
@@ -141,12 +165,12 @@ def backward(proceed: Proceed, ctx: Any, grad_output: Any, *grad_metrics: Any) -
 
     Also serves graphs that upstream's forward has built: the saved tensors have the same layout.
     """
-    if settings.current().grpo_loss == "keep":
+    if settings.current().grpo_loss == "keep" or not own_code.is_own(proceed.target):
         return proceed(ctx, grad_output, *grad_metrics)
     from fusepatch.loss import scale_gradients
 
     saved = [None if gradient is None or _is_placeholder(gradient) else gradient for gradient in ctx.saved_tensors]
-    scaled = scale_gradients(saved, grad_output)
+    scaled = scale_gradients(saved, grad_output, shared=getattr(ctx, "fusepatch_shared", True))
     hidden, weight, bias = sharded.shard_gradients(ctx, scaled)
     rest = _backward_length(proceed.target.original) - 6
     return (hidden, weight, None, None, None, bias, *[None] * rest)
@@ -166,14 +190,25 @@ def _finished(call: _Call, result: PolicyLoss) -> tuple[torch.Tensor, tuple[torc
 
 
 def _save(call: _Call, gradients: Gradients) -> None:
-    made = (gradients.hidden, gradients.weight, gradients.bias)
-    if all(gradient is None for gradient in made):
+    from fusepatch.loss import saved_tensors_are_shared
+
+    if not _has_backward(call):
         return
     # Upstream's backward up to 0.8.3 multiplies the first two whatever they are. With something to multiply in their
-    # place, a graph that was built here outlives the patch.
+    # place, a graph that was built here outlives the patch. Backward runs, too, where only another input asks for a gradient.
     placeholder = call.get("_input").new_empty(0)
+    hidden_gradient = None if gradients.hidden is None else gradients.hidden.to(placeholder.dtype)
+    made = (hidden_gradient, gradients.weight, gradients.bias)
     hidden, weight, bias = (placeholder if gradient is None else gradient for gradient in made)
+    call.ctx.fusepatch_shared = saved_tensors_are_shared()
     call.ctx.save_for_backward(hidden, weight, bias if call.get("bias") is not None else None)
+
+
+def _has_backward(call: _Call) -> bool:
+    """Whether autograd will run backward for this call: `needs_input_grad` is the same with and without grad mode, but a
+    node that nothing will run has no next functions.
+    """
+    return len(call.ctx.next_functions) > 0
 
 
 def _is_placeholder(gradient: torch.Tensor) -> bool:
@@ -196,9 +231,10 @@ def _compute(call: _Call) -> PolicyLoss:
         ratio = ratio.unsqueeze(-1)
     reference = call.get("ref_per_token_logps") if call.reference_is_used else None
     weight, bias = sharded.gather_head(call.ctx, call.get("weight"), call.get("bias"))
+    hidden = call.get("_input")
     try:
         return linear_policy_loss(
-            call.get("_input"),
+            hidden.float() if call.model.float32_head else hidden,
             weight,
             call.get("selected_token_ids"),
             call.get("attention_mask"),
@@ -209,7 +245,7 @@ def _compute(call: _Call) -> PolicyLoss:
             bias=bias,
             old_log_probabilities=call.get("old_per_token_logps"),
             reference_log_probabilities=reference,
-            reference_head=_reference_head(call) if reference is None else None,
+            reference_head=_reference_head(call),
             sampling_ratio=ratio,
             logit_map=_logit_map(call),
             prefer=read.grpo_prefer,
@@ -235,9 +271,9 @@ def _hooks_of_others_off() -> contextlib.AbstractContextManager[Any]:
     """
     import torch
 
-    # Private to torch; where it is absent, assume that there are hooks.
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    if top is not None and top(False) is None:
+    from fusepatch.loss import saved_tensors_are_shared
+
+    if not saved_tensors_are_shared():
         return contextlib.nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(_same, _same)
 
@@ -247,12 +283,9 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_wanted(call: _Call, name: str, index: int) -> bool:
-    """Whether autograd will ask for the gradient of an argument.
-
-    `needs_input_grad` is the same with and without grad mode; a node that nothing will run has no next functions.
-    """
+    """Whether autograd will ask for the gradient of an argument."""
     tensor = call.get(name)
-    if tensor is None or len(call.ctx.next_functions) == 0:
+    if tensor is None or not _has_backward(call):
         return False
     needed = call.ctx.needs_input_grad
     return bool(tensor.requires_grad or (index < len(needed) and needed[index]))
@@ -261,7 +294,7 @@ def _is_wanted(call: _Call, name: str, index: int) -> bool:
 def _reference_head(call: _Call) -> ReferenceHead | None:
     from fusepatch.loss import ReferenceHead
 
-    if not call.reference_is_used or (_policy_is_upstreams(call) and call.get("beta") == 0.0):
+    if not _reference_is_computed(call) or call.get("beta") == 0.0:
         return None
     weight, bias = sharded.gather_reference(call.get("ref_weight"), call.get("ref_bias"))
     return ReferenceHead(call.get("ref_input"), weight, bias)
@@ -270,19 +303,16 @@ def _reference_head(call: _Call) -> ReferenceHead | None:
 def _logit_map(call: _Call) -> LogitMap:
     from fusepatch.loss import LogitMap
 
-    model = model_logits()
     return LogitMap(
         temperature=call.get("temperature", 1.0),
-        logit_scale=model.scale,
-        final_logit_softcapping=model.final_logit_softcapping,
+        logit_scale=call.model.map.scale,
+        final_logit_softcapping=call.model.map.cap,
     )
 
 
 def _traits(call: _Call) -> PolicyTraits:
-    from fusepatch.loss import PolicyTraits, policy_traits
+    from fusepatch.loss import policy_traits
 
-    if not _policy_is_upstreams(call) or _uses_unknown_parameter(call):
-        return PolicyTraits()
     return policy_traits(
         call.get("loss_type", "bnpo"),
         call.get("importance_sampling_level", "token"),
@@ -292,24 +322,28 @@ def _traits(call: _Call) -> PolicyTraits:
     )
 
 
-def _policy_is_upstreams(call: _Call) -> bool:
-    """Whether the policy is the one that upstream defines beside its base: asked of the code, which no wrapper copies."""
-    code = getattr(call.cls.ppo_loss_fn, "__code__", None)
-    if code is None or code.co_name != "ppo_loss_fn":
-        return False
-    folder: str = os.path.dirname(call.original.__code__.co_filename)
-    return folder == str(os.path.dirname(code.co_filename))
+def _not_known(call: _Call, target: Target) -> _Obstacle | None:
+    """Why nothing may be assumed about the policy or the model's logits: only upstream's own forward cuts the batch and the
+    log-probabilities as such a policy expects.
+    """
+    if not call.model.understood:
+        return _Obstacle("the model's logits are not what its lm_head gives")
+    replaced = own_code.replaced_in(call.cls, target)
+    if replaced is not None:
+        return _Obstacle(replaced)
+    unknown = _unknown_parameter_in_use(call)
+    return None if unknown is None else _Obstacle(f"{unknown} is in use, an argument that is not known here")
 
 
-def _uses_unknown_parameter(call: _Call) -> bool:
+def _unknown_parameter_in_use(call: _Call) -> str | None:
     defaults = _signature(call.original).parameters
     plain = (type(None), bool, int, float, str)
     for name, value in call.arguments.items():
         if name not in KNOWN_PARAMETERS:
             default = defaults[name].default
             if not (value is default or (isinstance(value, plain) and value == default)):
-                return True
-    return False
+                return name
+    return None
 
 
 def _collective_in_policy(call: _Call) -> bool:
@@ -325,8 +359,7 @@ def _global_number_of_items(call: _Call) -> torch.Tensor | None:
     """
     import torch
 
-    known = "num_items_in_batch" in call.arguments and _policy_is_upstreams(call)
-    if not known or not _collective_in_policy(call):
+    if "num_items_in_batch" not in call.arguments or not _collective_in_policy(call):
         return None
     count: torch.Tensor = call.get("attention_mask").to(torch.float32).sum()
     torch.distributed.all_reduce(count, op=torch.distributed.ReduceOp.SUM)
@@ -394,14 +427,29 @@ def _unsupported(call: _Call) -> _Obstacle | None:
         return _Obstacle(f"{call.cls.__name__}.ppo_loss_fn takes other arguments than the known ones")
     if not isinstance(call.get("temperature", 1.0), int | float) or not call.get("temperature", 1.0) > 0:
         return _Obstacle("the temperature is not a positive number")
-    if sharded.is_sharded(hidden):
-        return _Obstacle("the hidden states are a DTensor")
-    problem = sharded.why_not_gathered(call.get("weight"), call.get("bias"))
+    gathered = ("weight", "bias", "ref_weight", "ref_bias")
+    for name in TENSORS:
+        tensor = call.get(name)
+        if tensor is not None and name not in gathered and sharded.is_sharded(tensor):
+            return _Obstacle(f"{name} is a DTensor")
+    problem = sharded.why_not_gathered(*map(call.get, gathered))
     return None if problem is None else _Obstacle(problem)
 
 
 def _refused_by_upstream(call: _Call) -> _Obstacle | None:
-    """Arguments that upstream asserts about or warns of, in words of its own that differ between releases."""
+    """Arguments that upstream asserts about, warns of or fails on, in words of its own that differ between releases."""
+    import torch
+
+    targets = call.get("selected_token_ids")
+    # Up to 0.7, they go to gather.
+    if targets.dtype != torch.int64 and (targets.dtype != torch.int32 or call.old_api):
+        return _Obstacle(f"selected_token_ids are {targets.dtype}")
+    for name in ("_input", "weight"):
+        if call.get(name).dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+            return _Obstacle(f"{name} is {call.get(name).dtype}")
+    chunk_size = call.get("chunk_size", 1)
+    if not isinstance(chunk_size, int) or chunk_size < 1:
+        return _Obstacle(f"chunk_size={chunk_size!r} is not a positive integer")
     if call.reference_is_used:
         given = [name for name in ("ref_per_token_logps", "ref_input") if call.get(name) is not None]
         if len(given) != 1:
@@ -413,6 +461,9 @@ def _refused_by_upstream(call: _Call) -> _Obstacle | None:
 
 
 def _misshapen(call: _Call) -> _Obstacle | None:
+    """A tensor whose shape or device is not the plain one. Upstream refuses most of these, and gives some a meaning that
+    depends on its release and on its chunks (a bias that is longer than the vocabulary, or one number for all of it).
+    """
     hidden, weight = call.get("_input"), call.get("weight")
     if hidden.dim() != 3:
         return _wrong("_input", hidden, "[B, T, H]")
@@ -445,11 +496,35 @@ def _misshapen(call: _Call) -> _Obstacle | None:
     ratio = call.get("vllm_is_ratio")
     if ratio is not None and tuple(ratio.shape) not in ((batch,), (batch, 1), tokens):
         return _Obstacle("vllm_is_ratio has none of the shapes [B], [B, 1], [B, T]")
-    names = ("weight", "bias", "selected_token_ids", "attention_mask", "advantages", "old_per_token_logps")
-    for name in (*names, "vllm_is_ratio"):
+    used = set(TENSORS)
+    if not _reference_is_computed(call):
+        used -= {"ref_input", "ref_weight", "ref_bias"}
+    elif (obstacle := _misshapen_reference(call, tokens)) is not None:
+        return obstacle
+    if not call.reference_is_used:
+        used.discard("ref_per_token_logps")
+    for name in TENSORS:
         tensor = call.get(name)
-        if tensor is not None and tensor.device != hidden.device:
+        if name in used and tensor is not None and tensor.device != hidden.device:
             return _Obstacle(f"{name} is on {tensor.device}, _input on {hidden.device}", mistake=True)
+    return None
+
+
+def _reference_is_computed(call: _Call) -> bool:
+    """Whether upstream makes the reference's log-probabilities from hidden states."""
+    return call.reference_is_used and call.get("ref_per_token_logps") is None
+
+
+def _misshapen_reference(call: _Call, tokens: tuple[int, int]) -> _Obstacle | None:
+    hidden, weight, bias = (call.get(name) for name in ("ref_input", "ref_weight", "ref_bias"))
+    if hidden.dim() != 3 or tuple(hidden.shape[:2]) != tokens:
+        return _wrong("ref_input", hidden, f"{[*tokens]} and the width of ref_weight")
+    if weight is None:
+        return _Obstacle("ref_input is given without ref_weight", mistake=True)
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[2]:
+        return _wrong("ref_weight", weight, f"[V, {hidden.shape[2]}]")
+    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
+        return _wrong("ref_bias", bias, f"[{weight.shape[0]}]")
     return None
 
 
@@ -457,14 +532,23 @@ def _wrong(name: str, tensor: torch.Tensor, wanted: str) -> _Obstacle:
     return _Obstacle(f"{name} has shape {tuple(tensor.shape)}, wanted {wanted}", mistake=True)
 
 
-def _to_upstream(proceed: Proceed, args: tuple[Any, ...], kwargs: Mapping[str, Any], obstacle: _Obstacle) -> Any:
-    ledger.fallback(ID, f"upstream's own forward: {obstacle.text}")
-    dropped = model_logits().described
-    if dropped:
+def _to_upstream(
+    proceed: Proceed, args: tuple[Any, ...], kwargs: Mapping[str, Any], model: ModelLogits, obstacle: _Obstacle
+) -> Any:
+    wanted = settings.current().grpo_loss
+    if wanted == "auto" or obstacle.mistake:
+        ledger.fallback(ID, f"{UPSTREAM}{obstacle.text}")
+    else:
         ledger.refused(
             ID,
-            f"the model's {dropped} is left out of the loss, since upstream's own forward computes it ({obstacle.text}): "
+            f"{UPSTREAM}{obstacle.text}; FUSEPATCH_GRPO_LOSS={wanted} cannot be followed in this call; unset the variable",
+        )
+    if model.described:
+        ledger.refused(
+            ID,
+            f"the model's {model.described} is left out of the loss, since upstream's own forward computes it ({obstacle.text}): "
             f"log-probabilities differ from the model's; train this model without Liger's loss",
+            kind=f"left out by upstream's own forward: {model.described}",
         )
     if not obstacle.mistake:
         return proceed(*args, **kwargs)

@@ -7,8 +7,8 @@
 from __future__ import annotations
 
 from fusepatch.engine.patch import Contract, Patch, Site, Slot
-from fusepatch.patches.optimizer_in_backward import transformers_trainer, verl_sft
-from fusepatch.patches.optimizer_in_backward.attachment import ID
+from fusepatch.patches.optimizer_in_backward import checkpointing, transformers_trainer, verl_sft
+from fusepatch.patches.optimizer_in_backward.attachment import CHECKPOINTING, ID
 from fusepatch.patches.upstreams import TORCH, TRANSFORMERS, VERL
 
 PATCH = Patch(
@@ -41,11 +41,18 @@ PATCH = Patch(
         "parameter are refused before training, with the setting to change",
         "a second backward before the step raises an error with the parameter's name; backward passes outside the training step "
         "are ordinary ones",
+        "a weight that backward needs after its update (it is also used detached) is an error: every update raises the version that "
+        "autograd compares, and under gradient checkpointing every region that is computed again, and what it saved, is looked at",
+        "settings that change in mid-run, step pre-hooks, a step that is replaced or wrapped and an optimizer that is exchanged in the "
+        "forward are errors before that step changes a parameter; a Trainer whose callback exchanges it between two steps trains on",
     ),
     limits=(
         "grad_norm is logged as 0 (transformers 5, verl) or not at all (transformers 4)",
-        "step hooks (register_step_pre_hook, register_step_post_hook, global ones) run once per step, in the framework's own "
-        "step(): the parameters are updated by then and the gradients gone",
+        "step post-hooks run once per step, in the framework's own step(), and callbacks before the step see no gradients: the "
+        "parameters are updated by then",
+        "a weight that is read too late is not seen where it is used through weight.data outside a checkpointed region, nor where a "
+        "region is computed again by other code than torch.utils.checkpoint, or reaches the weight through other objects than "
+        "modules, arguments, closures, globals that it names, partials, lists, tuples, sets, dictionaries and the object of a bound method",
         "a backward that raises in the middle leaves parameters of which some are updated",
         "a gradient that is not finite skips its own parameter in verl, where verl would skip the whole step; under FSDP2 each rank "
         "looks at its own part of the gradient",
@@ -82,6 +89,17 @@ PATCH = Patch(
                     verl_sft.forward_backward_batch,
                     Contract(("data", "loss_function", "forward_only")),
                 ),
+            ),
+        ),
+        Site(
+            upstream=TORCH,
+            module=CHECKPOINTING,
+            supported=">=2.4",
+            tested=">=2.11,<2.16",
+            slots=(
+                Slot("_checkpoint_without_reentrant_generator", checkpointing.without_reentrant, Contract(("fn",))),
+                Slot("CheckpointFunction.forward", checkpointing.reentrant, Contract(("run_function",))),
+                Slot("_checkpoint_hook.__init__", checkpointing.saving, Contract(("frame",))),
             ),
         ),
         Site(

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from fusepatch.engine import ledger
+from fusepatch.engine.patch import Outcome
 from fusepatch.optim import in_backward
 from fusepatch.optim.in_backward import InBackward, Obstacle
 
 ID = "optimizer.in_backward"
+
+CHECKPOINTING = "torch.utils.checkpoint"
+"""The module whose recomputation is watched (`checkpointing.py`)."""
 
 
 def attach(
@@ -19,16 +23,18 @@ def attach(
     settings: list[Obstacle],
     armed: bool,
     on_skipped: Callable[[list[str]], None] | None = None,
+    stepped: Callable[[], Any] | None = None,
+    begun: bool = False,
 ) -> InBackward:
     """Hook the parameters of an optimizer whose model is as it will train; `settings` are the framework's own obstacles.
 
     Raises:
         InBackwardError: something is in the way; nothing was hooked.
     """
-    in_backward.refuse(where, [*settings, *in_backward.obstacles(optimizer, model)])
+    in_backward.refuse(where, [*settings, *in_backward.obstacles(optimizer, model), *_of_checkpointing(model)], begun)
     tied = in_backward.reached_by_several_names(model) if _checkpoints_reentrantly(model) else []
     names = {parameter: name for name, parameter in model.named_parameters()}
-    attached = InBackward(optimizer, names, leave=tied, armed=armed, on_skipped=on_skipped)
+    attached = InBackward(optimizer, names, leave=tied, armed=armed, on_skipped=on_skipped, stepped=stepped)
     if tied:
         ledger.fallback(
             ID,
@@ -42,6 +48,20 @@ def attach(
         f"logged as 0 or not at all, and step hooks and callbacks before the step see no gradients"
     )
     return attached
+
+
+def _of_checkpointing(model: Any) -> Iterable[Obstacle]:
+    """Under gradient checkpointing, weights that are read too late are seen in torch's own functions only."""
+    record = ledger.site(ID, CHECKPOINTING)
+    if record is not None and record.outcome is Outcome.APPLIED:
+        return
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        yield Obstacle(
+            f"gradient checkpointing is on, and {CHECKPOINTING} could not be wrapped "
+            f"({record.outcome.value if record is not None else 'PENDING'}; `python -m fusepatch status` says why)",
+            "a region that is computed again could read weights that are updated already, and nothing would show it",
+            "set gradient_checkpointing=False, or take a release of torch that is tested",
+        )
 
 
 def _checkpoints_reentrantly(model: Any) -> bool:

@@ -9,6 +9,7 @@ exactly one training step's backward. Backward passes of evaluations, of other c
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -30,7 +31,8 @@ def inner_training_loop(proceed: Proceed, trainer: Any, *args: Any, **kwargs: An
     callback = _callback_class()(trainer)
     trainer.add_callback(callback)
     try:
-        return proceed(trainer, *args, **kwargs)
+        with in_backward.explained():
+            return proceed(trainer, *args, **kwargs)
     finally:
         trainer.remove_callback(callback)
         callback.detach()
@@ -112,15 +114,40 @@ def _unwrapped(optimizer: Any) -> Any:
     return optimizer
 
 
-def attach(trainer: Any) -> InBackward:
+def _of_wrappers(optimizer: Any) -> Iterable[Obstacle]:
+    """The Trainer calls the step of accelerate's wrapper."""
+    while type(optimizer).__name__ == "AcceleratedOptimizer":
+        yield from in_backward.of_own_step(optimizer)
+        optimizer = optimizer.optimizer
+
+
+def attach(trainer: Any, begun: bool = False) -> InBackward:
     """Hook the parameters of a trainer whose optimizer and model are as they will train; raises InBackwardError."""
     optimizer, model = _unwrapped(trainer.optimizer), trainer.model_wrapped
-    return attachment.attach(_named(trainer), optimizer, model, _of_settings(trainer), armed=False)
+    this = weakref.ref(trainer)
+    return attachment.attach(
+        _named(trainer),
+        optimizer,
+        model,
+        [*_of_settings(trainer), *_of_wrappers(trainer.optimizer)],
+        armed=False,
+        stepped=lambda: _unwrapped(getattr(this(), "optimizer", None)),
+        begun=begun,
+    )
+
+
+def _saves_through_hooks(value: Any) -> bool:
+    """Whether this is a context like TRL's `activation_offloading`, under which autograd does not look at versions."""
+    from torch.autograd.graph import saved_tensors_hooks
+
+    return isinstance(value, saved_tensors_hooks)
 
 
 @functools.cache
 def _callback_class() -> Any:
     from transformers import TrainerCallback
+
+    from fusepatch.optim import recomputation
 
     class InBackwardCallback(TrainerCallback):
         """Hooks at the beginning of a training, arms for each training step."""
@@ -128,11 +155,20 @@ def _callback_class() -> Any:
         def __init__(self, trainer: Any) -> None:
             self.trainer = trainer
             self.attached: InBackward | None = None
+            self.hooks = [(hooks, hooks.unpack_hook) for hooks in vars(trainer).values() if _saves_through_hooks(hooks)]
 
         def on_train_begin(self, *_: Any, **__: Any) -> None:
             self.attached = attach(self.trainer)
+            for hooks, unpack in self.hooks:
+                hooks.unpack_hook = recomputation.unpacked(unpack)
 
         def on_step_begin(self, *_: Any, **__: Any) -> None:
+            # Callbacks may change the arguments and exchange the optimizer between two steps.
+            found = [*_of_settings(self.trainer), *_of_wrappers(self.trainer.optimizer)]
+            in_backward.refuse(_named(self.trainer), found, begun=True)
+            if self.attached is not None and self.attached.optimizer is not _unwrapped(self.trainer.optimizer):
+                self.attached.remove()
+                self.attached = attach(self.trainer, begun=True)
             self._arm(True)
 
         def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
@@ -145,5 +181,7 @@ def _callback_class() -> Any:
         def detach(self) -> None:
             if self.attached is not None:
                 self.attached.remove()
+            for hooks, unpack in self.hooks:
+                hooks.unpack_hook = unpack
 
     return InBackwardCallback

@@ -13,7 +13,8 @@ is done for each gradient.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -42,9 +43,21 @@ def initialize(proceed: Proceed, engine: Any, *args: Any, **kwargs: Any) -> Any:
     in_backward.refuse(ENGINE, _of_engine(engine))  # before the model is loaded
     result = proceed(engine, *args, **kwargs)
     _attached[engine] = attachment.attach(
-        ENGINE, engine.optimizer, engine.module, _of_engine(engine), armed=False, on_skipped=_tell_skipped
+        ENGINE,
+        engine.optimizer,
+        engine.module,
+        _of_engine(engine),
+        armed=False,
+        on_skipped=_tell_skipped,
+        stepped=_read_of(engine),
     )
     return result
+
+
+def _read_of(owner: Any) -> Callable[[], Any]:
+    """Reads the optimizer that `owner` steps, without keeping `owner` in memory."""
+    this = weakref.ref(owner)
+    return lambda: getattr(this(), "optimizer", None)
 
 
 def forward_backward_batch(
@@ -57,7 +70,8 @@ def forward_backward_batch(
     token = _running.set(attached)
     attached.armed = True
     try:
-        return proceed(engine, data, loss_function, forward_only=forward_only, **kwargs)
+        with in_backward.explained():
+            return proceed(engine, data, loss_function, forward_only=forward_only, **kwargs)
     finally:
         attached.armed = False
         _running.reset(token)
@@ -77,13 +91,16 @@ def prepare_micro_batches(proceed: Proceed, data: Any, *args: Any, **kwargs: Any
     ledger.fallback(ID, f"{ENGINE}: batches of several micro-batches took the ordinary step")
     ledger.warn_once(
         f"{ID}: {ENGINE}: a batch had {number} micro-batches (data.use_dynamic_bsz, data.max_token_len_per_gpu): their gradients are "
-        f"summed and the ordinary step updates the parameters, as without fusepatch, and no memory is saved in such a batch"
+        f"summed and the ordinary step updates the parameters, as without fusepatch, and no memory is saved in such a batch",
+        kind=f"{ID}: several micro-batches",
     )
     return result
 
 
 def construct(proceed: Proceed, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
     """Handler of the constructor of torch's base class: waits for the optimizer of `fsdp_sft_trainer`."""
+    if settings.current().optimizer_in_backward:
+        ledger.tell_of_lost()  # the loop that would refuse or hook may have been replaced
     result = proceed(optimizer, *args, **kwargs)
     if not settings.current().optimizer_in_backward:
         return result
@@ -91,7 +108,13 @@ def construct(proceed: Proceed, optimizer: Any, *args: Any, **kwargs: Any) -> An
     if trainer is not None:
         ledger.count_call(ID)
         attachment.attach(
-            SCRIPT, optimizer, trainer.fsdp_model, [*_of_script(trainer.config)], armed=True, on_skipped=_tell_skipped
+            SCRIPT,
+            optimizer,
+            trainer.fsdp_model,
+            [*_of_script(trainer.config)],
+            armed=True,
+            on_skipped=_tell_skipped,
+            stepped=_read_of(trainer),
         )
     return result
 
@@ -112,7 +135,8 @@ def _tell_skipped(names: list[str]) -> None:
         ledger.fallback(ID, f"the gradient of {name} was not finite; the parameter was left as it was in that step")
     ledger.warn_once(
         f"{ID}: {len(names)} gradients were not finite in a step, among them that of {names[0]}; their parameters were left as "
-        f"they were, the others were updated (verl skips the whole step, which is not possible inside backward)"
+        f"they were, the others were updated (verl skips the whole step, which is not possible inside backward)",
+        kind=f"{ID}: gradients not finite",
     )
 
 
