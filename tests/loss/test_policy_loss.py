@@ -18,6 +18,7 @@ from fusepatch.loss import (
     Wanted,
     linear_policy_loss,
     products,
+    saved_tensors_are_shared,
     scale_gradients,
     steps,
 )
@@ -36,20 +37,6 @@ from kits.loss_cases import (
     reference,
     reference_log_probabilities,
     run,
-)
-
-import fusepatch.loss.policy_loss as driver
-from fusepatch.loss import (
-    LogitMap,
-    PolicyInputs,
-    PolicyTraits,
-    ReferenceHead,
-    Wanted,
-    linear_policy_loss,
-    products,
-    saved_tensors_are_shared,
-    scale_gradients,
-    steps,
 )
 
 BATCH = make_batch()

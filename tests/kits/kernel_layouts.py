@@ -8,12 +8,22 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from cases import ALL, FROZEN, Batch, Setting, assert_equal, log_probabilities_like, make_batch, reference, run
-from layouts import LAYOUTS, laid_out
-from test_steps import exact, make
 
 from fusepatch.loss import LogitMap, Wanted
 from fusepatch.loss.chunks import padded_columns
+from kits.layouts import LAYOUTS, laid_out
+from kits.loss_cases import (
+    ALL,
+    FROZEN,
+    Batch,
+    Setting,
+    assert_equal,
+    log_probabilities_like,
+    make_batch,
+    reference,
+    run,
+)
+from kits.loss_steps import exact, make
 
 MAP = LogitMap(1.2, 0.5, 4.0)
 WIDTH, ROWS = 70, 5
