@@ -15,7 +15,6 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import fusepatch
@@ -113,15 +112,6 @@ With FUSEPATCH=0 in the environment the program runs unpatched.
 exit status: the program's own; 125 where it was not started (the start-up
 file is not installed in this interpreter, or a FUSEPATCH_* value cannot be
 read)
-"""
-
-_NEW_PATCH_HELP = """\
-In a checkout of fusepatch: writes the files of a new patch (the declaration,
-its test, its page), adds it to the patches, and prints what is left to do.
-What its author has to say is left open and marked FILL IN. NAME is the library
-or the subject and the promise, such as trl.sft_packing.
-
-exit status: 0; 2 where NAME is malformed or taken, or this is no checkout
 """
 
 
@@ -235,8 +225,6 @@ def _parser() -> argparse.ArgumentParser:
         "times implementations on this machine, each checked",
         "",
     )
-    new_patch = add("new-patch", _new_patch, "in a checkout: the files of a new patch", _NEW_PATCH_HELP)
-    new_patch.add_argument("name", metavar="NAME", help="the patch's id, such as trl.sft_packing")
     return parser
 
 
@@ -358,12 +346,6 @@ def _import_failure(site: SiteRecord, error: BaseException) -> SiteRecord:
 
 def _explain(options: argparse.Namespace) -> Answer:
     return Answer(terminal.wrap(activation.explain_planned(options.id, os.environ), terminal.width()))
-
-
-def _new_patch(options: argparse.Namespace) -> Answer:
-    from fusepatch import new_patch
-
-    return Answer(new_patch.create(options.name, Path.cwd()))
 
 
 def _env(options: argparse.Namespace) -> Answer:

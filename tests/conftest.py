@@ -1,4 +1,4 @@
-"""Makes `helpers` importable from every test, and keeps the caller's `FUSEPATCH_*` variables out of the test process."""
+"""Keeps the caller's `FUSEPATCH_*` variables out of the test process."""
 
 from __future__ import annotations
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib.util
 
 import pytest
-from helpers import fresh
 
 import fusepatch
 from fusepatch.patches import PATCHES
+from kits.helpers import fresh
 
 IDS = [patch.id for patch in PATCHES]
 

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import run
+
+from kits.helpers import run
 
 REPOSITORY = Path(__file__).parents[1]
 PAGE = (REPOSITORY / "docs" / "adding-a-patch.md").read_text(encoding="utf-8")
@@ -34,18 +35,18 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(REPOSITORY / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "CONTRIBUTING.md"):
         shutil.copy(REPOSITORY / name, root)
-    assert f"python -m fusepatch new-patch {NAME}\n" in PAGE
-    made = run([sys.executable, "-m", "fusepatch", "new-patch", NAME], cwd=root)
+    assert f"python tests/tools/new_patch.py {NAME}\n" in PAGE
+    made = run([sys.executable, "tests/tools/new_patch.py", NAME], cwd=root)
     assert made.returncode == 0, made.stderr
     (root / "fusepatch/patches/liger_not_applied.py").write_text(block(f'"""`{NAME}`: '))
     (root / "tests/patches/test_liger_not_applied.py").write_text(block(f'"""`{NAME}` on'))
-    written = run([sys.executable, "-m", "fusepatch.docs_pages"], cwd=root)
+    written = run([sys.executable, "-m", "docs.generate"], cwd=root)
     assert written.returncode == 0, written.stderr
     return root
 
 
 def test_nothing_is_left_to_fill(checkout: Path) -> None:
-    tests = ["tests/test_new_patch.py", "tests/test_docs.py"]
+    tests = ["tests/tools/test_new_patch.py", "tests/test_docs.py"]
     done = run([sys.executable, "-m", "pytest", "-q", *tests, "-k", "unfilled or stale"], cwd=checkout)
     assert done.returncode == 0, done.stdout
 

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import Completed, clean_environment, fresh, run
 
 import fusepatch
 from fusepatch import cli, settings
 from fusepatch.engine.patch import Outcome
 from fusepatch.patches import PATCHES
+from kits.helpers import Completed, clean_environment, fresh, run
 
 REPOSITORY = Path(__file__).parents[1]
 SITE_PACKAGES = Path(sysconfig.get_path("purelib"))
@@ -107,7 +107,7 @@ def test_a_package_started_by_m_that_imports_fusepatch_activates_it(tmp_path: Pa
 def test_help_and_usage_errors() -> None:
     bare = command()
     assert (bare.returncode, bare.stderr) == (2, "")
-    for name in ("status", "check", "explain", "env", "run", "bench", "new-patch"):
+    for name in ("status", "check", "explain", "env", "run", "bench"):
         assert re.search(rf"^    {name} ", bare.stdout, re.MULTILINE)
         shown = command(name, "--help")
         assert (shown.returncode, shown.stderr) == (0, "")
@@ -122,7 +122,7 @@ def test_help_and_usage_errors() -> None:
     "arguments",
     [
         ["--help"],
-        *([name, "--help"] for name in ("status", "check", "explain", "env", "new-patch")),
+        *([name, "--help"] for name in ("status", "check", "explain", "env")),
         ["status"],
         ["status", "-v"],
         ["env"],

@@ -7,40 +7,40 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import run
 
 import fusepatch
-from fusepatch import docs_pages, patch_lines, settings
+from fusepatch import patch_lines, settings
 from fusepatch.patch_lines import Line
 from fusepatch.patches import PATCHES
+from generate import pages
+from kits.helpers import run
 
-DOCS = Path(__file__).parents[1] / "docs"
-COMMAND = [sys.executable, "-m", "fusepatch.docs_pages"]
+REPOSITORY = Path(__file__).parents[1]
+DOCS = REPOSITORY / "docs"
+COMMAND = [sys.executable, "-m", "docs.generate"]
 
 
-@pytest.mark.parametrize("name", sorted(docs_pages.PAGES))
+@pytest.mark.parametrize("name", sorted(pages.PAGES))
 def test_a_generated_page_is_not_stale(name: str) -> None:
     written = (DOCS / name).read_text(encoding="utf-8")
-    assert written == docs_pages.PAGES[name](), f"docs/{name} is stale: run `{docs_pages.COMMAND}`"
+    assert written == pages.PAGES[name](), f"docs/{name} is stale: run `{pages.COMMAND}`"
 
 
 def test_the_command_writes_every_page(tmp_path: Path) -> None:
-    (tmp_path / "docs").mkdir()
-    done = run(COMMAND, cwd=tmp_path)
+    done = run([*COMMAND, tmp_path], cwd=REPOSITORY)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    folder = tmp_path / "docs"
-    written = {str(path.relative_to(folder)): path.read_text(encoding="utf-8") for path in folder.rglob("*.md")}
-    assert written == {name: page() for name, page in docs_pages.PAGES.items()}
+    written = {str(path.relative_to(tmp_path)): path.read_text(encoding="utf-8") for path in tmp_path.rglob("*.md")}
+    assert written == {name: page() for name, page in pages.PAGES.items()}
 
 
 def test_the_command_says_where_it_found_no_folder(tmp_path: Path) -> None:
-    done = run(COMMAND, cwd=tmp_path)
+    done = run([*COMMAND, tmp_path / "docs"], cwd=REPOSITORY)
     assert done.returncode == 2
-    assert done.stderr == "python -m fusepatch.docs_pages: there is no folder docs\n"
+    assert done.stderr == f"python -m docs.generate: there is no folder {tmp_path / 'docs'}\n"
 
 
 def test_the_page_of_variables_has_a_section_for_each_and_says_first_who_wins() -> None:
-    head, rest = docs_pages.environment_page().split("## The variables\n")
+    head, rest = pages.environment_page().split("## The variables\n")
     sections = rest.split("\n### ")[1:]
     assert len(sections) == len(settings.TABLE)
     for variable, section in zip(settings.TABLE, sections, strict=True):
@@ -58,10 +58,10 @@ def test_no_page_is_left_of_a_patch_that_is_gone() -> None:
 
 
 def test_each_patch_has_a_page_with_every_site_and_variable() -> None:
-    index = docs_pages.patches_page()
+    index = pages.patches_page()
     for patch in PATCHES:
         assert f"(patches/{patch.id}.md)" in index
-        section = docs_pages.patch_page(patch)
+        section = pages.patch_page(patch)
         for site in patch.sites:
             assert f"\n  - `{site.module}`: " in section
             assert f"supported `{site.supported}`, tested `{site.tested}`" in section

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from examples_kit import (
+
+from kits.examples import (
     EXAMPLES,
     NEED_A_GPU,
     ON_THE_CPU,
@@ -18,7 +19,7 @@ from examples_kit import (
     save_model,
     save_rows,
 )
-from helpers import Completed
+from kits.helpers import Completed
 
 DOCS = EXAMPLES.parent
 ONLY_ON_A_CPU = "    Triton kernels run on NVIDIA GPUs; the tensors are on 'cpu'"

@@ -8,14 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from forked import forked
-from helpers import fresh
 
 import fusepatch
 from fusepatch.engine import contract
 from fusepatch.engine.patch import Patch, Site
 from fusepatch.errors import StrictError
 from fusepatch.patches import PATCHES
+from kits.forked import forked
+from kits.helpers import fresh
 
 SITES = [(patch, site) for patch in PATCHES for site in patch.sites]
 IDS = [f"{patch.id}-{site.module}" for patch, site in SITES]

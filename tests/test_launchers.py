@@ -12,8 +12,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from helpers import Completed, fresh, run
-from report_kit import BUILD, environment, processes, seen
+
+from kits.helpers import Completed, fresh, run
+from kits.reports import BUILD, environment, processes, seen
 
 pytestmark = pytest.mark.skipif(find_spec("torch") is None, reason="what is trained is torch's")
 

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from forked import forked
 
 import fusepatch
+from kits.forked import forked
 
 torch = pytest.importorskip("torch", reason="the targets are torch's and the Trainer's")
 

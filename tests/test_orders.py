@@ -13,11 +13,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import run
 
 from fusepatch.engine import contract
 from fusepatch.engine.patch import Site, Upstream
 from fusepatch.patches import PATCHES
+from kits.helpers import run
 
 STEPS = ("import fusepatch", "import upstream", "activate", "deactivate")
 ORDERS = [
@@ -54,17 +54,29 @@ def expected(order: list[str]) -> tuple[str, bool]:
     return outcome, late
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("patch", "upstream"), GROUPS)
 def test_every_order(patch: str, upstream: str) -> None:
+    assert len(ORDERS) == 8
+    in_orders(ORDERS, patch, upstream)
+
+
+@pytest.mark.parametrize(("number", "patch", "upstream"), [(number, *group) for number, group in enumerate(GROUPS)])
+def test_two_orders_of_each_site_and_each_order_of_some(number: int, patch: str, upstream: str) -> None:
+    in_orders([ORDERS[number % 8], ORDERS[(number + 4) % 8]], patch, upstream)
+
+
+def in_orders(orders: list[list[str]], patch: str, upstream: str) -> None:
+    """Every site of the patch in this upstream has the outcome that each order calls for."""
     if importlib.util.find_spec(upstream) is None:
         pytest.skip(f"{upstream} is not installed in this environment")
     (declared,) = [declared for declared in PATCHES if declared.id == patch]
     modules = [site.module for site in declared.sites if site.upstream.import_name == upstream and exists(site.module)]
-    argument = json.dumps([ORDERS, modules, patch, NEEDS.get(upstream, ())])
-    done = run([sys.executable, Path(__file__).with_name("order_process.py"), argument], timeout=900)
+    argument = json.dumps([orders, modules, patch, NEEDS.get(upstream, ())])
+    done = run([sys.executable, Path(__file__).parent / "kits" / "order_process.py", argument], timeout=900)
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout.splitlines()[-1])
-    assert len(results) == len(ORDERS) == 8
+    assert len(results) == len(orders)
     for order, sites in results:
         wanted, late = expected(order)
         assert sites.keys() == set(modules)

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from environments import interpreter, needs_uv, new_environment, site_packages, uv
-from helpers import run
 
 import fusepatch
 from fusepatch.patches import PATCHES
+from kits.environments import interpreter, needs_uv, new_environment, site_packages, uv
+from kits.helpers import run
 
 REPOSITORY = Path(__file__).parents[1]
 VERSION = fusepatch.__version__
@@ -111,7 +111,7 @@ def test_the_wheel_has_the_package_and_the_start_up_files_and_nothing_else(built
 def test_the_source_distribution_has_what_its_tests_read_and_no_caches(unpacked: Path) -> None:
     names = {str(path.relative_to(unpacked)) for path in unpacked.rglob("*")}
     for wanted in (
-        *("tests/conftest.py", "tests/upstream/matrix.toml", "docs/conf.py", "docs/patches.md", "tox.ini", ".ci/run"),
+        *("tests/conftest.py", "tests/tools/matrix.toml", "docs/conf.py", "docs/patches.md", "tox.ini", ".ci/run"),
         *("CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "README.md", "SECURITY.md", "pyproject.toml"),
         *("docs/examples/trl_grpo.py", "docs/examples/verl_sft.sh", ".pre-commit-config.yaml"),
     ):

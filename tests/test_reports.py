@@ -18,12 +18,12 @@ from random import Random
 from typing import Any
 
 import pytest
-from helpers import Completed, fresh, run
-from report_kit import BUILD, PATCH, environment, patch, processes, seen
 
 import fusepatch
 from fusepatch import reports
 from fusepatch.patches import PATCHES
+from kits.helpers import Completed, fresh, run
+from kits.reports import BUILD, PATCH, environment, patch, processes, seen
 
 TORCH = pytest.mark.skipif(find_spec("torch") is None, reason="the optimizers are torch's")
 

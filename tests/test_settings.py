@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 
 import pytest
-from helpers import fresh
 
 from fusepatch import settings
 from fusepatch.errors import SettingError
+from kits.helpers import fresh
 
 KWARGS = "FUSEPATCH_OPTIMIZER_KWARGS"
 DIGITS = "\N{FULLWIDTH DIGIT ONE}"

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import fusepatch_startup
 import pytest
-from environments import distributions, needs_uv, new_environment, site_packages, uv
-from helpers import fresh, run
 
 from fusepatch.patches import PATCHES
+from kits.environments import distributions, needs_uv, new_environment, site_packages, uv
+from kits.helpers import fresh, run
 
 REPOSITORY = Path(__file__).parents[1]
 SITE_PACKAGES = Path(sysconfig.get_path("purelib"))

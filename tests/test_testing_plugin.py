@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from helpers import Completed, run
+
+from kits.helpers import Completed, run
 
 PLUGIN = ("-p", "fusepatch.testing")
 SCOPE = {"FUSEPATCH_OPTIMIZER_SCOPE": "all"}

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import Completed, fresh, run
 
 from fusepatch.bench.grpo.cases import CASES, PEERS, TOLERANCES, Case
 from fusepatch.bench.processes import PeerError, Worker, read_peer
+from kits.helpers import Completed, fresh, run
 
 REPOSITORY = Path(__file__).parents[2]
 SHAPE = ["--batch", "5", "--length", "13", "--hidden", "24", "--vocabulary", "101"]

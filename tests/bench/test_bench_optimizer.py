@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import Completed, run
 
 from fusepatch.bench.optimizer import command as optimizer
 from fusepatch.bench.optimizer.cases import TOLERANCES, VARIANTS, Size
 from fusepatch.bench.optimizer.command import Table, Variant
+from kits.helpers import Completed, run
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import clean_environment
 
 from demo import report, scenario
 from demo.scenario import PATCHED, PLAIN, Run, Scenario, Value
+from kits.helpers import clean_environment
 
 TESTS = Path(__file__).parents[1]
 

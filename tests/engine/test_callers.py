@@ -4,9 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from helpers import clean_environment
-
 from fusepatch.engine.callers import calling_module, is_below
+from kits.helpers import clean_environment
 
 
 def test_the_caller_is_the_nearest_foreign_module() -> None:

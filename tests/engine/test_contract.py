@@ -5,10 +5,10 @@ import sys
 from collections.abc import Callable
 
 import pytest
-from declarations import passing, site
 
 from fusepatch.engine import contract
 from fusepatch.engine.patch import Contract, Slot
+from kits.declarations import passing, site
 
 CASES = [
     ("def scale(value, factor=2): ...", Contract(("value", "factor")), None),

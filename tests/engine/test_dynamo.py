@@ -6,10 +6,10 @@ import importlib
 from collections.abc import Callable
 
 import pytest
-from declarations import adding_hundred, site
 
 from fusepatch.engine import install
 from fusepatch.engine.patch import Slot
+from kits.declarations import adding_hundred, site
 
 torch = pytest.importorskip("torch", reason="Dynamo is torch's")
 

@@ -6,10 +6,10 @@ import importlib
 from collections.abc import Callable
 
 import pytest
-from declarations import adding_hundred, site
 
 from fusepatch.engine import holders, install
 from fusepatch.engine.patch import Slot
+from kits.declarations import adding_hundred, site
 
 
 def test_a_late_method_is_wrapped_without_a_search(

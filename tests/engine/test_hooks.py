@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers import fresh
 
 from fusepatch.engine import hooks
+from kits.helpers import fresh
 
 
 def test_the_callback_runs_once_after_the_import(library: Callable[..., str]) -> None:

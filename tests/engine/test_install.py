@@ -16,11 +16,11 @@ from collections.abc import Callable
 from types import ModuleType
 
 import pytest
-from declarations import adding_hundred, passing, site
 
 from fusepatch.engine import install, ledger
 from fusepatch.engine.patch import Contract, Slot
 from fusepatch.errors import FlagConflictError, StrictError
+from kits.declarations import adding_hundred, passing, site
 
 
 def load(name: str = "toylib.core") -> ModuleType:

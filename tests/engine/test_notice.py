@@ -11,9 +11,9 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from helpers import clean_environment
 
 from fusepatch.engine import notice
+from kits.helpers import clean_environment
 
 TELL = "import logging\nfrom fusepatch.engine import notice\nnotice.tell(logging.WARNING, 'w\\xf6rt')\n"
 

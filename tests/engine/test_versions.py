@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from declarations import site
 
 from fusepatch.engine import versions
 from fusepatch.engine.patch import Upstream
+from kits.declarations import site
 
 TOYLIB = Upstream("toylib", ("toylib", "toylib-nightly"))
 

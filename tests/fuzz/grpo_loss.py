@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 os.environ.setdefault("FUSEPATCH", "0")
 
 import torch
-from layouts import LAYOUTS, laid_out
 from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOFunction, LigerFusedLinearGRPOLoss
 
 import fusepatch
 from fusepatch import settings
 from fusepatch.engine import ledger
+from kits.layouts import LAYOUTS, laid_out
 
 os.environ.pop("FUSEPATCH")
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 import random
+from pathlib import Path
 
 import pytest
-from helpers import fresh
+
+from kits.helpers import fresh
 
 pytest.importorskip("torch")
 grpo = pytest.importorskip("liger_kernel.chunked_loss.grpo_loss")
@@ -19,14 +21,13 @@ CASES = 500
 # In a process of its own: the interpreter of the kernels has to be chosen before Triton is imported.
 SAMPLED = f"""
 import sys
-sys.path.insert(0, {str(grpo_loss.__file__).rpartition("/fuzz/")[0]!r})
 from fuzz.__main__ import modules, run
 sys.exit(run(modules("grpo_loss"), 0, range({CASES})))
 """
 
 
 def test_the_patched_loss_is_the_unpatched_one() -> None:
-    done = fresh(SAMPLED)
+    done = fresh(SAMPLED, env={"PYTHONPATH": str(Path(__file__).parents[1])})
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert f"grpo_loss: {CASES} cases" in done.stdout
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
-from helpers import fresh
 
 from fuzz import __main__ as runner
+from kits.helpers import fresh
 
 
 @dataclass(frozen=True)

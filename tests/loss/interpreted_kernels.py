@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-import kernel_layouts
 import pytest
 import torch
-from cases import ALL, FROZEN, NOTHING, Setting, assert_equal, error, log_probabilities_like, make_batch, reference, run
-from test_steps import MAPS, check_infinite_logit, exact, make
 
 from fusepatch.loss import LogitMap, Wanted, choose_backend, kernels
 from fusepatch.loss.chunks import logit_buffer
+from kits import kernel_layouts
+from kits.loss_cases import (
+    ALL,
+    FROZEN,
+    NOTHING,
+    Setting,
+    assert_equal,
+    error,
+    log_probabilities_like,
+    make_batch,
+    reference,
+    run,
+)
+from kits.loss_steps import MAPS, check_infinite_logit, exact, make
 
 
 @pytest.fixture(params=[16, 2048])

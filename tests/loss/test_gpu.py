@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import kernel_layouts
 import pytest
 import torch
-from cases import ALL, FROZEN, Batch, Setting, error, log_probabilities_like, make_batch, reference, run
 
 from fusepatch.loss import LogitMap, Wanted, linear_log_probabilities
+from kits import kernel_layouts
+from kits.loss_cases import ALL, FROZEN, Batch, Setting, error, log_probabilities_like, make_batch, reference, run
 
 pytestmark = [
     pytest.mark.gpu,

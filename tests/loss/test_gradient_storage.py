@@ -7,7 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from cases import (
+
+import fusepatch.loss.policy_loss as driver
+from fusepatch.loss import LogitMap, PolicyTraits, Wanted, gradient_storage
+from fusepatch.loss.linear import make_head
+from kits.loss_cases import (
     ALL,
     SMALL_CHUNK_MIB,
     Setting,
@@ -18,10 +22,6 @@ from cases import (
     reference,
     run,
 )
-
-import fusepatch.loss.policy_loss as driver
-from fusepatch.loss import LogitMap, PolicyTraits, Wanted, gradient_storage
-from fusepatch.loss.linear import make_head
 
 BATCH = make_batch(3, 211, 256, 700, spread=0.1)
 OLD = log_probabilities_like(BATCH, 1)

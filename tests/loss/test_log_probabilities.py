@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import SMALL_CHUNK_MIB, error, make_batch, reference_log_probabilities
 
 from fusepatch.loss import LogitMap, linear_log_probabilities, products
+from kits.loss_cases import SMALL_CHUNK_MIB, error, make_batch, reference_log_probabilities
 
 
 @pytest.mark.parametrize("logit_map", [LogitMap(), LogitMap(0.7, 1.5, 3.0)])

@@ -8,7 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from cases import (
+
+import fusepatch.loss.policy_loss as driver
+from fusepatch.loss import (
+    LogitMap,
+    PolicyInputs,
+    PolicyTraits,
+    ReferenceHead,
+    Wanted,
+    linear_policy_loss,
+    products,
+    saved_tensors_are_shared,
+    scale_gradients,
+    steps,
+)
+from kits.loss_cases import (
     ALL,
     FROZEN,
     LEVELS,
@@ -23,20 +37,6 @@ from cases import (
     reference,
     reference_log_probabilities,
     run,
-)
-
-import fusepatch.loss.policy_loss as driver
-from fusepatch.loss import (
-    LogitMap,
-    PolicyInputs,
-    PolicyTraits,
-    ReferenceHead,
-    Wanted,
-    linear_policy_loss,
-    products,
-    saved_tensors_are_shared,
-    scale_gradients,
-    steps,
 )
 
 BATCH = make_batch()

@@ -7,9 +7,9 @@ from itertools import product
 
 import pytest
 import torch
-from cases import LEVELS, Setting
 
 from fusepatch.loss import PolicyInputs, PolicyTraits, policy_traits
+from kits.loss_cases import LEVELS, Setting
 
 GENERATOR = torch.Generator().manual_seed(0)
 SHAPE = (4, 6)

@@ -267,7 +267,7 @@ def test_parameters_of_a_constructor() -> None:
 
 
 def test_importing_it_imports_no_torch() -> None:
-    from helpers import fresh
+    from kits.helpers import fresh
 
     done = fresh(
         "import fusepatch.optim.capability, fusepatch.optim.flags, sys; print('torch' in sys.modules)", check=True

@@ -11,10 +11,10 @@ torch = pytest.importorskip("torch")
 if not torch.distributed.is_available():
     pytest.skip("this torch has no torch.distributed", allow_module_level=True)
 
-from ranks import on_ranks  # noqa: E402
 from torch.distributed.checkpoint import state_dict as dcp  # noqa: E402
 
 from fusepatch.optim.in_backward import InBackward, obstacles  # noqa: E402
+from kits.ranks import on_ranks  # noqa: E402
 
 STEPS = 20
 MIDDLE = 10

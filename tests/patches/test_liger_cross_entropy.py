@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from forked import forked
-from test_liger_instance_flags import SIZES, called_from, needs, transformers
 
 import fusepatch
 from fusepatch.errors import StrictError
 from fusepatch.patches import liger_cross_entropy
+from kits.forked import forked
+from kits.liger_models import SIZES, called_from, needs, transformers
 
 torch = pytest.importorskip("torch")
 

@@ -14,12 +14,12 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("liger_kernel.chunked_loss.grpo_loss")
 
-import liger_grpo_kit as kit  # noqa: E402
-from liger_grpo_kit import Case, assert_equal, patched, record, run, tensors  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 import fusepatch  # noqa: E402
 from fusepatch import settings  # noqa: E402
+from kits import liger_grpo as kit  # noqa: E402
+from kits.liger_grpo import Case, assert_equal, patched, record, run, tensors  # noqa: E402
 
 KIND = kit.loss_class()
 FUNCTION = importlib.import_module("liger_kernel.chunked_loss.grpo_loss").LigerFusedLinearGRPOFunction

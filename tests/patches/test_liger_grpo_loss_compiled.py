@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from helpers import fresh
+
+from kits.helpers import fresh
 
 pytest.importorskip("torch")
 pytest.importorskip("liger_kernel.chunked_loss.grpo_loss")

@@ -17,14 +17,13 @@ transformers = pytest.importorskip("transformers")
 trl = pytest.importorskip("trl")
 pytest.importorskip("liger_kernel.chunked_loss")
 
-from demo import tiny  # noqa: E402
-from liger_grpo_kit import patched, record  # noqa: E402
-from liger_grpo_trainer_kit import WITHOUT_PEFT, trainer  # noqa: E402
-
 import fusepatch  # noqa: E402
+from demo import tiny  # noqa: E402
 from fusepatch.engine import ledger  # noqa: E402
 from fusepatch.patches.liger_grpo_loss import left_out, model_logits, model_tail  # noqa: E402
 from fusepatch.patches.liger_grpo_loss.model_tail import Map  # noqa: E402
+from kits.liger_grpo import patched, record  # noqa: E402
+from kits.liger_grpo_trainer import WITHOUT_PEFT, trainer  # noqa: E402
 
 TRAINER = importlib.import_module("trl.trainer.grpo_trainer").GRPOTrainer
 BATCH, PROMPT, COMPLETION = 3, 4, 5

@@ -15,12 +15,11 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("liger_kernel.chunked_loss.grpo_loss")
 
-import liger_grpo_kit as kit  # noqa: E402
-from liger_grpo_kit import Case, Result, patched, run, tensors  # noqa: E402
-
 import fusepatch  # noqa: E402
 from fusepatch.engine import ledger  # noqa: E402
 from fusepatch.patches.liger_grpo_loss import own_code  # noqa: E402
+from kits import liger_grpo as kit  # noqa: E402
+from kits.liger_grpo import Case, Result, patched, run, tensors  # noqa: E402
 
 GRPO = importlib.import_module("liger_kernel.chunked_loss.grpo_loss")
 PPO = importlib.import_module("liger_kernel.chunked_loss.fused_linear_ppo")

@@ -11,12 +11,11 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("liger_kernel.chunked_loss.grpo_loss")
 
-import liger_grpo_kit as kit  # noqa: E402
-from liger_grpo_kit import Case  # noqa: E402
-from ranks import on_ranks  # noqa: E402
-
 import fusepatch  # noqa: E402
 from fusepatch import settings  # noqa: E402
+from kits import liger_grpo as kit  # noqa: E402
+from kits.liger_grpo import Case  # noqa: E402
+from kits.ranks import on_ranks  # noqa: E402
 
 KIND = kit.loss_class()
 MADE, CALLED = kit.accepted(KIND)

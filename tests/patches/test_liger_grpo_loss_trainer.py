@@ -15,10 +15,9 @@ importlib.import_module("torch._dynamo")
 trl = pytest.importorskip("trl")
 pytest.importorskip("peft")
 
-from liger_grpo_kit import patched, record  # noqa: E402
-from liger_grpo_trainer_kit import STEPS, WITHOUT_PEFT, trainer  # noqa: E402
-
 import fusepatch  # noqa: E402
+from kits.liger_grpo import patched, record  # noqa: E402
+from kits.liger_grpo_trainer import STEPS, WITHOUT_PEFT, trainer  # noqa: E402
 
 COMPARED = ("loss", "grad_norm", "kl", "clip_ratio")
 

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from forked import forked
-from test_liger_instance_flags import called_from, kernels
 
 import fusepatch
 from fusepatch.errors import FlagConflictError, StrictError
+from kits.forked import forked
+from kits.liger_models import called_from, kernels
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("liger_kernel.transformers.monkey_patch")
@@ -173,7 +173,8 @@ def test_around_one_of_ligers_own_the_code_of_both_stands() -> None:
 
     def attempt() -> Any:
         from liger_kernel.transformers import monkey_patch
-        from test_liger_instance_flags import build
+
+        from kits.liger_models import build
 
         model = build("llama")
         monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN["llama"] = around
@@ -205,7 +206,8 @@ def test_what_liger_cannot_call_gets_ligers_own_error_or_call(value: Any) -> Non
 def test_one_such_entry_leaves_the_other_models_as_they_were() -> None:
     def attempt() -> Any:
         from liger_kernel.transformers import monkey_patch
-        from test_liger_instance_flags import build
+
+        from kits.liger_models import build
 
         for key, value in {"a": Unhashable(), "b": 3, "c": type}.items():
             monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN[key] = value

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked import forked
 
 import fusepatch
 from fusepatch import settings
 from fusepatch.errors import StrictError
+from kits.forked import forked
 
 pytest.importorskip("liger_kernel.transformers.monkey_patch", reason="the kernels that are switched off are Liger's")
 trl = pytest.importorskip("trl", reason="its SFTTrainer is what trains")

@@ -20,11 +20,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from helpers import fresh  # noqa: E402
-from optimizer_flags_kit import active, flags, inactive, module  # noqa: E402
-
 import fusepatch  # noqa: E402
 from fusepatch.errors import OptimizerClassError, SettingError, StrictError  # noqa: E402
+from kits.helpers import fresh  # noqa: E402
+from kits.optimizer_flags import active, flags, inactive, module  # noqa: E402
 
 ID = "optimizer.class"
 CHECKOUT = Path(fusepatch.__file__).parents[1]

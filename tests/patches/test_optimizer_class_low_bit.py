@@ -19,14 +19,14 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("torchao.optim")
 pytest.importorskip("bitsandbytes.optim")
 
-import test_optimizer_flags_trainers as trainers  # noqa: E402
-from optimizer_flags_kit import active, flags, inactive  # noqa: E402
 from packaging.version import Version  # noqa: E402
-from ranks import on_ranks  # noqa: E402
 
 import fusepatch  # noqa: E402
 from fusepatch.errors import OptimizerClassError  # noqa: E402
 from fusepatch.optim import capability, refusals  # noqa: E402
+from kits import trainers as trainers  # noqa: E402
+from kits.optimizer_flags import active, flags, inactive  # noqa: E402
+from kits.ranks import on_ranks  # noqa: E402
 
 TORCHAO = "torchao.optim.AdamW8bit"
 BITSANDBYTES = "bitsandbytes.optim.AdamW8bit"
@@ -158,7 +158,7 @@ def test_the_checkpoint_of_adamw_is_refused_before_any_step(path: str, tmp_path:
 )
 def test_states_of_another_class_of_the_same_package(writer: str, asked: str, found: str | None) -> None:
     """Their param groups have the same keys. bitsandbytes loads in a way of its own, so its first step is where it is seen."""
-    from optimizer_flags_kit import module
+    from kits.optimizer_flags import module
 
     def step(optimizer: Any) -> None:
         optimizer.param_groups[0]["params"][0].grad = torch.ones(64, 64)
@@ -193,8 +193,7 @@ def test_verls_build_optimizer(path: str, monkeypatch: pytest.MonkeyPatch) -> No
         pytest.skip("verl is not installed here")
     if Version(importlib.metadata.version("verl")) >= Version("0.9"):
         # These take their device from a registry, where the doors register a CPU.
-        monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "upstream" / "doors"))
-        monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "cpu_platform")
+        monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "doors.cpu_platform")
         monkeypatch.setenv("VERL_PLATFORM", "cpu")
     try:
         from verl.workers.config.optimizer import FSDPOptimizerConfig, build_optimizer
@@ -227,8 +226,9 @@ class Sharded:
     """A model that FSDP2 has sharded, and an optimizer that a stand-in for verl constructs on it."""
 
     def __init__(self, optimizer_class: Any) -> None:
-        from optimizer_flags_kit import module
         from torch.distributed.fsdp import fully_shard
+
+        from kits.optimizer_flags import module
 
         torch.manual_seed(0)
         self.model = torch.nn.Sequential(torch.nn.Linear(128, 128), torch.nn.Linear(128, 128))
@@ -356,8 +356,9 @@ def test_torchaos_states_on_offloaded_dtensors_are_refused() -> None:
 
 
 def test_torchaos_states_under_fsdp1_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    from optimizer_flags_kit import module
     from torch.distributed.fsdp._common_utils import _set_fsdp_flattened
+
+    from kits.optimizer_flags import module
 
     flat = torch.nn.Parameter(torch.ones(8192))
     _set_fsdp_flattened(flat)

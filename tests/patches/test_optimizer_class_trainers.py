@@ -14,11 +14,10 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from optimizer_flags_kit import active, flags, inactive  # noqa: E402
-from test_optimizer_flags_trainers import TRAINERS, arguments, tiny_model, weights  # noqa: E402
-
 import fusepatch  # noqa: E402
 from fusepatch.errors import OptimizerClassError  # noqa: E402
+from kits.optimizer_flags import active, flags, inactive  # noqa: E402
+from kits.trainers import TRAINERS, arguments, tiny_model, weights  # noqa: E402
 
 ID = "optimizer.class"
 SHORT: dict[str, Any] = {"max_steps": 6, "save_steps": 3}

@@ -15,12 +15,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from helpers import run as run_process  # noqa: E402
-from optimizer_flags_kit import active, fallbacks, flags, inactive, module, record, replaced  # noqa: E402
-
 import fusepatch  # noqa: E402
 from fusepatch.engine.patch import Outcome  # noqa: E402
 from fusepatch.patches.optimizer_flags import CLASSES, PATCH  # noqa: E402
+from kits.helpers import run as run_process  # noqa: E402
+from kits.optimizer_flags import active, fallbacks, flags, inactive, module, record, replaced  # noqa: E402
 
 AdamW = torch.optim.AdamW
 verl = module("verl.workers.config.optimizer")

@@ -13,7 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from optimizer_flags_kit import active, fallbacks, flags, module, replaced  # noqa: E402
+from kits.optimizer_flags import active, fallbacks, flags, module, replaced  # noqa: E402
 
 verl = module("verl.workers.config.optimizer")
 trainer = module("transformers.trainer")

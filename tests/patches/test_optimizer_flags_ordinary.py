@@ -14,7 +14,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from optimizer_flags_kit import active, flags, inactive, module  # noqa: E402
+from kits.optimizer_flags import active, flags, inactive, module  # noqa: E402
 
 AdamW = torch.optim.AdamW
 verl = module("verl.workers.config.optimizer")

@@ -13,13 +13,12 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-import test_optimizer_flags_trainers as trainers  # noqa: E402
-from optimizer_flags_kit import active as activated  # noqa: E402
-from optimizer_flags_kit import inactive  # noqa: E402
-from test_optimizer_flags_trainers import MIDDLE, STEPS, TRAINERS  # noqa: E402
-
 import fusepatch  # noqa: E402
 from fusepatch.errors import InBackwardError  # noqa: E402
+from kits import trainers as trainers  # noqa: E402
+from kits.optimizer_flags import active as activated  # noqa: E402
+from kits.optimizer_flags import inactive  # noqa: E402
+from kits.trainers import MIDDLE, STEPS, TRAINERS  # noqa: E402
 
 ID = "optimizer.in_backward"
 ON: dict[str, object] = {"OPTIMIZER_IN_BACKWARD": 1, "OPTIMIZER_FUSED": "keep"}

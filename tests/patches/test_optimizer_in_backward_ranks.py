@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +10,15 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-import test_optimizer_flags_trainers as trainers  # noqa: E402
-from optimizer_flags_kit import active, inactive  # noqa: E402
-from ranks import on_ranks  # noqa: E402
-
 import fusepatch  # noqa: E402
+from doors import tiny  # noqa: E402
 from fusepatch.errors import InBackwardError  # noqa: E402
+from kits import trainers as trainers  # noqa: E402
+from kits.optimizer_flags import active, inactive  # noqa: E402
+from kits.ranks import on_ranks  # noqa: E402
 
 RANKS = 2
 ID = "optimizer.in_backward"
-DOORS = Path(__file__).parents[1] / "upstream" / "doors"
 
 
 def arguments(folder: Path, **changes: Any) -> Any:
@@ -76,11 +74,6 @@ def trained_sharded(rank: int, model: Path, folder: Path, inside: bool) -> list[
 
 
 def saved_model(folder: Path) -> Path:
-    sys.path.insert(0, str(DOORS))
-    try:
-        import tiny
-    finally:
-        sys.path.remove(str(DOORS))
     tiny.save_tiny_model("llama", folder)
     return folder
 

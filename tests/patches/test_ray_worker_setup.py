@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
-from helpers import fresh
 
 import fusepatch
 from fusepatch.patches import ray_worker_setup
+from kits.helpers import fresh
 
 ID = "ray.worker_setup"
 HOOK = "worker_process_setup_hook"

@@ -8,10 +8,11 @@ import sys
 from typing import Any
 
 import pytest
-from helpers import run
-from kit import CHECKOUT, Seen, factor, needs, open_door, sites, version
 from packaging.version import Version
-from rows import FOLDER, MATRIX, expected
+
+from kits.helpers import run
+from kits.upstream import CHECKOUT, Seen, factor, needs, open_door, sites, version
+from tools.rows import DOORS, MATRIX, expected
 
 pytestmark = pytest.mark.upstream
 
@@ -89,7 +90,7 @@ class TestTrainer:
     def test_the_switch_from_outside_reaches_a_script_without_the_import(self) -> None:
         if importlib.util.find_spec("fusepatch_startup") is None:
             pytest.skip("the start-up file is not installed in this environment")
-        script = FOLDER / "doors" / "trainer.py"
+        script = DOORS / "trainer.py"
         env = {"FUSEPATCH_LIGER_ROPE": "0"}
         done = run([sys.executable, "-m", "fusepatch", "run", str(script), "--models", "llama"], env=env)
         assert done.returncode == 0, done.stderr

@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from examples_kit import (
+from packaging.version import Version
+
+from kits.examples import (
     EXAMPLES,
     NEED_A_GPU,
     ON_THE_CPU,
@@ -21,10 +23,9 @@ from examples_kit import (
     save_model,
     save_rows,
 )
-from helpers import fresh, run
-from kit import CHECKOUT, factor, version
-from packaging.version import Version
-from rows import FOLDER
+from kits.helpers import fresh, run
+from kits.upstream import CHECKOUT, factor, version
+from tools.rows import DOORS
 
 pytestmark = pytest.mark.upstream
 
@@ -34,6 +35,7 @@ QUIET = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
 def save_conversations(file: Path) -> Path:
     """Rows as verl's SFT dataset reads them."""
     from datasets import Dataset
+
     from demo import tiny
 
     rows = [
@@ -57,7 +59,7 @@ def test_verl(tmp_path: Path) -> None:
         "MODEL": str(save_model(tmp_path / "model")),
         "DATASET": str(save_conversations(tmp_path / "train.parquet")),
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": f"{CHECKOUT}{os.pathsep}{FOLDER / 'doors'}",
+        "PYTHONPATH": f"{CHECKOUT}{os.pathsep}{DOORS}",
         "VERL_USE_EXTERNAL_MODULES": "cpu_engine",
     }
     on_the_cpu = [

@@ -7,10 +7,11 @@ import sys
 from typing import Any
 
 import pytest
-from helpers import run
-from kit import CHECKOUT, DOORS, Seen, factor, install_overlay, needs, open_door, overlays, version
 from packaging.version import Version
-from rows import FOLDER
+
+from kits.helpers import run
+from kits.upstream import CHECKOUT, NEEDS, Seen, factor, install_overlay, needs, open_door, overlays, version
+from tools.rows import DOORS
 
 pytestmark = pytest.mark.upstream
 
@@ -67,7 +68,7 @@ def test_the_class_reaches_the_releases_between(overlay: dict[str, Any], door: s
 @pytest.mark.parametrize("door", SEES_OPTIMIZERS)
 def test_parameters_that_the_class_cannot_train_end_the_run(door: str) -> None:
     needs(door)
-    script = FOLDER / "doors" / f"{door}.py"
+    script = DOORS / f"{door}.py"
     env = {"PYTHONPATH": str(CHECKOUT), "FUSEPATCH_OPTIMIZER_CLASS": "torch.optim.Muon"}
     done = run([sys.executable, script, "--models", "llama", "--import-fusepatch"], env=env)
     assert done.returncode != 0
@@ -76,13 +77,13 @@ def test_parameters_that_the_class_cannot_train_end_the_run(door: str) -> None:
 
 
 def test_what_the_doors_need_is_known() -> None:
-    assert set(SEES_OPTIMIZERS) <= set(DOORS)
+    assert set(SEES_OPTIMIZERS) <= set(NEEDS)
 
 
 @pytest.mark.parametrize("overlay", LOW_BIT, ids=_id)
 def test_eight_bit_states(overlay: dict[str, Any]) -> None:
     """torchao and bitsandbytes are installed for these tests alone: other libraries change what they do beside them."""
-    tests = FOLDER.parent / "patches" / "test_optimizer_class_low_bit.py"
+    tests = DOORS.parent / "patches" / "test_optimizer_class_low_bit.py"
     path = os.pathsep.join([install_overlay(overlay), str(CHECKOUT)])
     done = run([sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", tests], env={"PYTHONPATH": path})
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

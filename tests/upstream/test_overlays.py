@@ -8,8 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from kit import factor, install_overlay, open_door, overlays, sites
-from rows import MATRIX, OPTIONS, expected
+
+from kits.upstream import factor, install_overlay, open_door, overlays, sites
+from tools.rows import MATRIX, OPTIONS, expected
 
 pytestmark = pytest.mark.upstream
 

@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from helpers import clean_environment, fresh
-from kit import CHECKOUT, factor, needs, open_door, version
-from rows import FOLDER
+
+from generate.examples import EXAMPLES
+from kits.helpers import clean_environment, fresh
+from kits.upstream import CHECKOUT, factor, needs, open_door, version
+from tools.rows import DOORS
 
 pytestmark = pytest.mark.upstream
 
@@ -29,7 +31,6 @@ if version("ray") is None:
 if factor() not in (None, "latest"):
     pytest.skip("the same Ray as in the environment latest", allow_module_level=True)
 
-DOORS = FOLDER / "doors"
 QUIET = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}
 KINDS = {"task", "pool 0", "pool 1", "nested", "restarted"}
 
@@ -425,3 +426,11 @@ def test_a_driver_of_rays_own_is_left_alone(cluster: Cluster) -> None:
 def start_up_file() -> bool:
     """Whether this environment has the start-up file, which switches on workers that no hook reaches."""
     return (Path(sysconfig.get_path("purelib")) / "fusepatch.pth").exists()
+
+
+def test_the_program_on_the_page_of_the_patch_prints_what_the_page_says(tmp_path: Path) -> None:
+    example = EXAMPLES["ray.worker_setup"]
+    if version("ray") != example.versions["ray"]:
+        pytest.skip(f"ray is {version('ray')}, the page shows {example.versions['ray']}")
+    assert fresh(example.code, cwd=tmp_path, check=True).stdout == example.before
+    assert fresh(f"import fusepatch\n{example.code}", cwd=tmp_path, check=True).stdout == example.after

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import fresh
-from kit import CHECKOUT, Seen, needs, open_door, version
 from packaging.version import Version
-from rows import FOLDER
+
+from kits.helpers import fresh
+from kits.upstream import CHECKOUT, Seen, needs, open_door, version
+from tools.rows import DOORS
 
 pytestmark = pytest.mark.upstream
 
 VERL = Version(version("verl") or "0")
-DOORS = FOLDER / "doors"
 
 
 class TestWorkerGroup:
@@ -112,10 +112,9 @@ def test_verl_use_external_modules() -> None:
 
 
 def test_external_lib() -> None:
-    before = f"""
+    before = """
 import sys
 from pathlib import Path
-sys.path.insert(0, {str(DOORS)!r})
 from tiny import save_tiny_model
 from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
 from verl.workers.config.optimizer import build_optimizer
@@ -123,7 +122,7 @@ import tempfile
 folder = tempfile.mkdtemp()
 model = save_tiny_model("llama", Path(folder))
 assert "fusepatch" not in sys.modules
-HFModelConfig(path=folder, external_lib="fusepatch", override_config={{"attn_implementation": "eager"}})
+HFModelConfig(path=folder, external_lib="fusepatch", override_config={"attn_implementation": "eager"})
 import torch
 optimizer = build_optimizer([torch.nn.Parameter(torch.ones(2))], FSDPOptimizerConfig(lr=1e-3, total_training_steps=2))
 assert optimizer.param_groups[0]["fused"] is True, optimizer.param_groups[0]

@@ -1,0 +1,1 @@
+"""What tests share: processes, environments, cases, models. Tests import it as `kits`."""

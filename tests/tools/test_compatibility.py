@@ -1,0 +1,201 @@
+"""The page of compatibility, the recorded outcomes and the matrix agree; and what drift calls worse."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import re
+from typing import Any, ClassVar
+
+import pytest
+
+from tools import compatibility, drift, matrix
+from tools.rows import Row, rows
+
+RECORDED: dict[str, Any] = json.loads(matrix.OUTCOMES.read_text(encoding="utf-8"))
+ROWS = list(rows())
+COMMAND = "tox -e matrix -- --write, then python tests/tools/compatibility.py"
+
+
+def test_the_page_is_not_stale() -> None:
+    written = compatibility.PAGE.read_text(encoding="utf-8")
+    assert written == compatibility.current(), f"docs/{compatibility.PAGE.name} is stale: run {COMMAND}"
+
+
+def test_every_row_of_the_matrix_was_run_or_is_said_not_to_be() -> None:
+    names = [row.name for row in ROWS]
+    assert len(set(names)) == len(names)
+    assert sorted([*RECORDED["rows"], *RECORDED["not run"]]) == sorted(names), f"run {COMMAND}"
+    chosen = {row.name for row in ROWS if row.runs_in != "whole"}
+    assert not chosen & set(RECORDED["not run"]), "the chosen set runs everywhere"
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.name in RECORDED["rows"]], ids=lambda row: row.name)
+def test_what_was_recorded_is_what_the_matrix_expects(row: Row) -> None:
+    assert matrix.differences(row, RECORDED["rows"][row.name]) == []
+
+
+def test_a_row_that_was_not_run_is_not_on_the_page_as_applied() -> None:
+    recorded = copy.deepcopy(RECORDED)
+    del recorded["rows"]["latest+trl==1.4.0"]
+    recorded["not run"] = ["latest+trl==1.4.0"]
+    page = compatibility.page(recorded)
+    assert "\n| 1.4.0 |" in compatibility.page(RECORDED)
+    assert "\n| 1.4.0 |" not in page
+    assert "\n- latest with trl 1.4.0\n" in page.split("## Not run")[1]
+
+
+def test_the_recorded_outcomes_name_no_place_and_no_duration() -> None:
+    text = matrix.OUTCOMES.read_text(encoding="utf-8")
+    assert not re.search(r"(?<![\w.])/\w+/|\bseconds\b", text)
+    assert matrix.as_json(json.loads(text)) == text
+
+
+def test_a_row_that_knows_nothing_of_a_new_site_counts_as_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    site = ("a.patch", "torch", "torch.new")
+    newer = [dataclasses.replace(row, expected={**row.expected, site: "APPLIED"}) for row in ROWS]
+    monkeypatch.setattr(matrix, "rows", lambda: newer)
+    result = copy.deepcopy(RECORDED["rows"]["edge"])
+    result["sites"]["a.patch"] = {"torch": {"torch.new": "APPLIED"}}
+    merged = json.loads(matrix.merged({"edge": result}, everything=False))
+    assert list(merged["rows"]) == ["edge"]
+    assert merged["not run"] == [row.name for row in ROWS if row.name != "edge"]
+    monkeypatch.setattr(matrix, "rows", lambda: ROWS)
+    assert json.loads(matrix.merged({}, everything=False))["rows"] == RECORDED["rows"]
+
+
+class TestOnePatch:
+    """`--patch ID`: its sites are looked at, and added to what is recorded."""
+
+    SEEN: ClassVar[dict[str, Any]] = {
+        "versions": {"trl": "1.12.0"},
+        "sites": {"liger.sft_loss": {"trl": {"trl.trainer.sft_trainer": "GATED"}}},
+        "reasons": {"liger.sft_loss": {"trl.trainer.sft_trainer": "too old"}},
+    }
+
+    def test_nothing_but_the_patch_is_replaced(self) -> None:
+        known = RECORDED["rows"]["latest"]
+        result = matrix.with_patch(known, "liger.sft_loss", self.SEEN)
+        assert result["sites"]["liger.sft_loss"] == self.SEEN["sites"]["liger.sft_loss"]
+        assert result["reasons"] == {**known["reasons"], **self.SEEN["reasons"]}
+        assert (
+            matrix.with_patch(result, "liger.sft_loss", {**known, "sites": {}, "reasons": {}})["reasons"]
+            == known["reasons"]
+        )
+        assert {**result, "sites": known["sites"], "reasons": known["reasons"]} == known
+
+    def test_differences_are_those_of_the_patch(self) -> None:
+        row = next(row for row in ROWS if row.name == "latest")
+        result = matrix.with_patch(RECORDED["rows"]["latest"], "liger.sft_loss", self.SEEN)
+        del result["doors"], result["sites"]["liger.grpo_loss"]
+        assert matrix.differences(row, result, "liger.sft_loss") == [
+            "latest: liger.sft_loss at trl.trainer.sft_trainer: expected APPLIED, found GATED (too old)"
+        ]
+
+    def test_rows_that_are_not_looked_at_yet_are_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        site = ("a.patch", "trl", "trl.new")
+        newer = [dataclasses.replace(row, expected={**row.expected, site: "APPLIED"}) for row in ROWS]
+        monkeypatch.setattr(matrix, "rows", lambda: newer)
+        assert json.loads(matrix.merged({}, everything=False, only="a.patch"))["rows"] == RECORDED["rows"]
+
+    def test_a_row_without_the_patchs_library_is_known_without_running_it(self) -> None:
+        without, with_it = (RECORDED["rows"][name] for name in ("edge", "latest"))
+        assert matrix.without_library("ray.worker_setup", without["versions"])
+        assert not matrix.without_library("ray.worker_setup", with_it["versions"])
+        seen = matrix.not_installed("ray.worker_setup")
+        assert matrix.with_patch(without, "ray.worker_setup", seen) == without
+
+
+class TestDifferences:
+    """What the matrix says where a row is not as expected."""
+
+    @pytest.fixture
+    def row(self) -> Row:
+        return next(row for row in ROWS if row.name == "latest")
+
+    @pytest.fixture
+    def result(self) -> dict[str, Any]:
+        return copy.deepcopy(RECORDED["rows"]["latest"])
+
+    def test_an_outcome(self, row: Row, result: dict[str, Any]) -> None:
+        result["sites"]["ray.worker_setup"]["ray"]["ray._private.worker"] = "GATED"
+        result["reasons"]["ray.worker_setup"] = {"ray._private.worker": "ray 9 is outside"}
+        assert matrix.differences(row, result) == [
+            "latest: ray.worker_setup at ray._private.worker: expected APPLIED, found GATED (ray 9 is outside)"
+        ]
+
+    def test_a_site_that_nobody_expects(self, row: Row, result: dict[str, Any]) -> None:
+        result["sites"]["ray.worker_setup"]["ray"]["ray.new"] = "APPLIED"
+        assert matrix.differences(row, result) == [
+            "latest: ray.worker_setup at ray.new: expected no such site, found APPLIED"
+        ]
+
+    def test_a_door(self, row: Row, result: dict[str, Any]) -> None:
+        result["doors"]["trainer"] = {"failed": "ImportError", "how": "with fusepatch"}
+        result["doors"]["verl_engine"]["ledger"] = {}
+        del result["doors"]["trinity_engine"]
+        assert matrix.differences(row, result) == [
+            "latest: the door trainer does not open with fusepatch: ImportError",
+            "latest: no patch counted a call behind the door verl_engine",
+            "latest: the door trinity_engine does not open at all: nobody tried",
+        ]
+
+    def test_another_release_than_the_one_that_was_asked_for(self, row: Row, result: dict[str, Any]) -> None:
+        result["versions"] |= {"trl": "1.11.0", "python": "3.12.1"}
+        assert matrix.differences(row, result) == [
+            "latest: trl==1.12.0 is in the matrix, 1.11.0 was imported",
+            "latest: Python 3.11 is in the matrix, 3.12.1 ran",
+        ]
+
+
+class TestDrift:
+    """The newest releases against what was recorded."""
+
+    @pytest.fixture
+    def result(self) -> dict[str, Any]:
+        return copy.deepcopy(RECORDED["rows"]["latest"])
+
+    def test_nothing(self, result: dict[str, Any]) -> None:
+        assert drift.compare(result, RECORDED["rows"]) == ([], False)
+
+    def test_a_new_release_alone_is_news_and_nothing_worse(self, result: dict[str, Any]) -> None:
+        result["versions"]["ray"] = "9.0.0"
+        lines, worse = drift.compare(result, RECORDED["rows"])
+        assert lines == ["ray 9.0.0 is new; the newest in outcomes.json is 2.60.0"]
+        assert not worse
+
+    @pytest.mark.parametrize("outcome", ["GATED", "ABSENT", "DRIFTED", "FAILED", "PENDING", "APPLIED untested"])
+    def test_a_site_that_got_worse(self, result: dict[str, Any], outcome: str) -> None:
+        result["sites"]["optimizer.class"]["transformers"]["transformers.trainer"] = outcome
+        lines, worse = drift.compare(result, RECORDED["rows"])
+        assert lines == [
+            "optimizer.class at transformers.trainer: "
+            f"APPLIED with transformers 5.24.0, {outcome} with transformers 5.24.0"
+        ]
+        assert worse
+
+    def test_a_release_is_compared_with_the_newest_that_is_no_newer(self, result: dict[str, Any]) -> None:
+        result["versions"]["trl"] = "1.99.0"
+        lines, worse = drift.compare(result, RECORDED["rows"])
+        assert lines == [
+            "trl 1.99.0 is new; the newest in outcomes.json is 1.16.0",
+            "liger.grpo_loss at trl.trainer.grpo_trainer: ABSENT with trl 1.16.0, APPLIED with trl 1.99.0",
+        ]
+        assert not worse
+
+    def test_a_site_that_got_better(self, result: dict[str, Any]) -> None:
+        result["sites"]["liger.grpo_loss"]["trl"]["trl.losses.fused_linear_ppo"] = "APPLIED"
+        lines, worse = drift.compare(result, RECORDED["rows"])
+        assert lines == [
+            "liger.grpo_loss at trl.losses.fused_linear_ppo: ABSENT with trl 1.12.0, APPLIED with trl 1.12.0 "
+            "(trl 1.12.0: there is no module trl.losses.fused_linear_ppo)"
+        ]
+        assert not worse
+
+    @pytest.mark.parametrize(("how", "expected"), [("with fusepatch", True), ("without fusepatch", False)])
+    def test_a_door_that_no_longer_opens(self, result: dict[str, Any], how: str, expected: bool) -> None:
+        result["doors"]["trainer"] = {"failed": "ImportError", "how": how}
+        lines, worse = drift.compare(result, RECORDED["rows"])
+        assert lines == [f"the door trainer does not open {how}: ImportError"]
+        assert worse is expected

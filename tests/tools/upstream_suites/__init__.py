@@ -1,0 +1,1 @@
+"""Upstreams' own tests, without and with the patches."""
