@@ -624,9 +624,10 @@ def release() -> None:
     """Make every optimizer the one that its framework constructed: without the wrappers nothing looks at its steps any more."""
     for reference, managed in [*_managed.values()]:
         optimizer = reference()
-        for group in optimizer.param_groups if optimizer is not None else ():
-            if managed.chose_fused(group):
-                _unfuse(optimizer, managed, group, [])
+        with _contained(managed, "it goes on with the flags that it has"):
+            for group in optimizer.param_groups if optimizer is not None else ():
+                if managed.chose_fused(group):
+                    _unfuse(optimizer, managed, group, [])
     _managed.clear()
 
 
@@ -638,7 +639,7 @@ def _unfuse(optimizer: Any, managed: _Managed, group: dict[str, Any], steps: lis
     parameters = group["params"]
     for known, plain in managed.plain:
         # A group that is a view of one parameter (the step inside backward) stands for the whole one.
-        if known is group or any(parameter is parameters[0] for parameter in known["params"]):
+        if known is group or any(parameter is first for first in parameters[:1] for parameter in known["params"]):
             known["fused"] = plain.get("fused")
     group["fused"] = managed.plain_of(group).get("fused")
     for parameter in parameters:

@@ -148,7 +148,7 @@ def test_what_the_trainer_passes_against_the_environment(
 ) -> None:
     with active(**{f"OPTIMIZER_{name}": value for name, value in variables.items()}):
         optimizer = trainer.construct(AdamW, parameters(), lr=0.1, **passed)
-    assert flags(optimizer, "fused", "foreach", "eps") == [expected]
+        assert flags(optimizer, "fused", "foreach", "eps") == [expected]
 
 
 def test_what_the_user_wrote_in_verls_configuration_beats_the_environment() -> None:
@@ -174,9 +174,9 @@ def test_groups_stay_the_callers_own_dictionaries_in_their_order() -> None:
     groups = [{"params": [one], "lr": 0.5}, {"params": iter([two, three]), "mine": "kept"}]
     with active():
         optimizer = verl.construct(AdamW, groups, lr=0.1)
-    assert all(live is own for live, own in zip(optimizer.param_groups, groups, strict=True))
-    assert [group["params"] for group in optimizer.param_groups] == [[one], [two, three]]
-    assert flags(optimizer, "lr", "mine", "fused") == [(0.5, None, True), (0.1, "kept", True)]
+        assert all(live is own for live, own in zip(optimizer.param_groups, groups, strict=True))
+        assert [group["params"] for group in optimizer.param_groups] == [[one], [two, three]]
+        assert flags(optimizer, "lr", "mine", "fused") == [(0.5, None, True), (0.1, "kept", True)]
 
 
 @pytest.mark.parametrize("form", ["generator", "tuple", "named", "groups of generators", "generator of groups"])
@@ -191,9 +191,9 @@ def test_every_form_of_parameters_arrives_whole(form: str) -> None:
     }
     with active():
         optimizer = verl.construct(AdamW, forms[form])
-    held = [param for group in optimizer.param_groups for param in group["params"]]
-    assert [id(param) for param in held] == [id(param) for param in model.parameters()]
-    assert set(flags(optimizer)) == {(True, None)}
+        held = [param for group in optimizer.param_groups for param in group["params"]]
+        assert [id(param) for param in held] == [id(param) for param in model.parameters()]
+        assert set(flags(optimizer)) == {(True, None)}
 
 
 @pytest.mark.parametrize("bad", [[], iter(()), torch.ones(2), 3, [3], [{"params": {1}}], [{"lr": 1.0}]])
@@ -258,7 +258,8 @@ def test_a_group_without_parameters_changes_nothing() -> None:
     """The Trainer passes an empty group where no parameter is without weight decay."""
     with active():
         optimizer = trainer.construct(AdamW, [{"params": parameters()}, {"params": []}], lr=0.1)
-    assert flags(optimizer) == [(True, None), (True, None)]
+        assert flags(optimizer) == [(True, None), (True, None)]
+    assert flags(optimizer) == [(None, None), (None, None)], "deactivating gives both back"
 
 
 def test_flags_in_the_groups_count_too() -> None:
