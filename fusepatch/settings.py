@@ -28,9 +28,9 @@ class Settings(NamedTuple):
     optimizer_in_backward: bool = False
     optimizer_class: str | None = None
     optimizer_kwargs: Mapping[str, Any] = MappingProxyType({})
-    grpo_loss: str = "auto"
-    grpo_prefer: str = "speed"
-    grpo_chunk_mib: float = 256.0
+    head: str = "auto"
+    head_prefer: str = "speed"
+    head_chunk_mib: float = 256.0
     set_by_user: Mapping[str, str] = MappingProxyType({})
     unknown: tuple[str, ...] = ()
 
@@ -301,8 +301,8 @@ TABLE: tuple[Variable, ...] = (
         parse=_switch,
     ),
     Variable(
-        name="FUSEPATCH_GRPO_LOSS",
-        field="grpo_loss",
+        name="FUSEPATCH_HEAD",
+        field="head",
         values="`auto`, `triton`, `torch`, `keep`",
         default="`auto`",
         meaning="How Liger's GRPO loss is computed. `auto`: Triton kernels on NVIDIA GPUs, the torch form of the same steps on "
@@ -312,8 +312,8 @@ TABLE: tuple[Variable, ...] = (
         parse=_loss,
     ),
     Variable(
-        name="FUSEPATCH_GRPO_PREFER",
-        field="grpo_prefer",
+        name="FUSEPATCH_HEAD_PREFER",
+        field="head_prefer",
         values="`speed`, `memory`",
         default="`speed`",
         meaning="`memory` makes the gradient of a trainable head in that gradient's own memory, without a float32 sum of the "
@@ -322,8 +322,8 @@ TABLE: tuple[Variable, ...] = (
         parse=_preference,
     ),
     Variable(
-        name="FUSEPATCH_GRPO_CHUNK_MIB",
-        field="grpo_chunk_mib",
+        name="FUSEPATCH_HEAD_CHUNK_MIB",
+        field="head_chunk_mib",
         values="a finite number > 0",
         default="`256`",
         meaning="MiB for the logits of one chunk of tokens; the chunk is the largest multiple of 128 tokens within it, and at "

@@ -60,7 +60,7 @@ def test_an_ordinary_object_is_read() -> None:
 @pytest.mark.parametrize(
     "text", [f"{DIGITS}e-6", "1_0", "nan", "inf", "-1", "0", "1e-400", "1e400", "0x1", UNDECODABLE]
 )
-@pytest.mark.parametrize("name", ["FUSEPATCH_OPTIMIZER_EPS", "FUSEPATCH_GRPO_CHUNK_MIB"])
+@pytest.mark.parametrize("name", ["FUSEPATCH_OPTIMIZER_EPS", "FUSEPATCH_HEAD_CHUNK_MIB"])
 def test_a_number_is_finite_positive_and_written_in_ascii(name: str, text: str) -> None:
     message = refusal(**{name: text})
     assert f"{name}={text!r} cannot be read: accepted is a finite number > 0" in message
@@ -68,8 +68,8 @@ def test_a_number_is_finite_positive_and_written_in_ascii(name: str, text: str) 
 
 
 def test_a_chunk_has_a_size_that_can_be_counted() -> None:
-    assert "more than any memory" in refusal(FUSEPATCH_GRPO_CHUNK_MIB="1e308")
-    assert settings.read({"FUSEPATCH_GRPO_CHUNK_MIB": "0.5"}).grpo_chunk_mib == 0.5
+    assert "more than any memory" in refusal(FUSEPATCH_HEAD_CHUNK_MIB="1e308")
+    assert settings.read({"FUSEPATCH_HEAD_CHUNK_MIB": "0.5"}).head_chunk_mib == 0.5
 
 
 @pytest.mark.parametrize(
