@@ -112,6 +112,22 @@ def test_a_familys_prefix_alone_names_nothing() -> None:
     assert "the variable FUSEPATCH_LIGER_ is set but means nothing" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("GRPO_LOSS", "HEAD"),
+        ("GRPO_PREFER", "HEAD_PREFER"),
+        ("GRPO_CHUNK_MIB", "HEAD_CHUNK_MIB"),
+        ("LIGER_", "LIGER_<FLAG>"),
+        ("OPTIMISER_FUSED", "OPTIMIZER_FUSED"),
+    ],
+)
+def test_the_nearest_known_name_is_the_one_that_was_looked_for(wrong: str, right: str) -> None:
+    read = settings.read({f"FUSEPATCH_{wrong}": "1"})
+    (unknown,) = read.unknown
+    assert settings.unknown_name(unknown).endswith(f"; the nearest known one is FUSEPATCH_{right}")
+
+
 def test_env_shows_a_familys_prefix_as_unknown() -> None:
     done = fresh("from fusepatch import cli; cli.main(['env'])", env={"FUSEPATCH_LIGER_": "1"})
     assert "the variable FUSEPATCH_LIGER_ is set but means nothing" in " ".join(done.stdout.split())

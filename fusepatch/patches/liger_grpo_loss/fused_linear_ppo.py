@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fusepatch import settings
 from fusepatch.engine import ledger
 from fusepatch.engine.patch import Proceed, Target
-from fusepatch.errors import FusepatchError
+from fusepatch.errors import LossUnavailableError
 from fusepatch.patches.liger_grpo_loss import own_code, sharded
 from fusepatch.patches.liger_grpo_loss.model_logits import ModelLogits, model_logits
 
@@ -92,10 +92,6 @@ NORMALISED_OVER_RANKS = ("dapo", "cispo", "vespo")
 
 
 UPSTREAM = "upstream's own forward: "
-
-
-class LossUnavailableError(FusepatchError, RuntimeError):
-    """The loss that was asked for cannot be computed in this call, and no other way would be right."""
 
 
 class _PolicyRaisedError(Exception):
