@@ -228,7 +228,7 @@ def _install(patch: Patch, site: Site, module: ModuleType, late: bool) -> SiteRe
             site.when_late(module)
     told = f"{found or site.upstream.import_name}"
     if not gate.tested:
-        told += f"; tested with {site.tested}, the shape of the target is the known one"
+        told += f"; tested with {site.upstream.tested}, the shape of the target is the known one"
     if applied.rebound:
         told += f"; rebound where it had been taken before: {', '.join(applied.rebound)}"
     if applied.left:
@@ -389,7 +389,7 @@ def preview(patch: Patch, site: Site) -> SiteRecord:
     if problem is not None:
         return _drifted(patch, site, found.version, found, problem, ", ".join(map(contract.describe, site.slots)))
     flags = () if gate.tested else ("untested",)
-    known = f"{found} is {'tested' if gate.tested else f'supported, tested is {site.tested}'}"
+    known = f"{found} is {'tested' if gate.tested else f'supported, tested is {site.upstream.tested}'}"
     reason = Reason(f"{known}; the target has the known shape", consequence="will be applied when it is imported")
     if inherited:
         reason = Reason(
@@ -416,7 +416,7 @@ def _drifted(
         f"{found}: {problem}",
         wanted=wanted,
         consequence="upstream is left as it is",
-        action=f"use a tested version ({site.tested}) or a newer fusepatch",
+        action=f"use a tested version ({site.upstream.tested}) or a newer fusepatch",
     )
     return _record(patch, site, Outcome.DRIFTED, reason, version)
 

@@ -173,7 +173,7 @@ def _readers(variable: str) -> str:
 
 
 def _versions(site: Site) -> tuple[tuple[str, ...], str, str]:
-    return site.upstream.distributions, site.supported, site.tested
+    return site.upstream.distributions, site.supported, site.upstream.tested
 
 
 def _target(slot: Slot) -> str:

@@ -65,7 +65,7 @@ def test_each_patch_has_a_page_with_every_site_and_variable() -> None:
         section = docs_pages.patch_page(patch)
         for site in patch.sites:
             assert f"\n  - `{site.module}`: " in section
-            assert f"supported `{site.supported}`, tested `{site.tested}`" in section
+            assert f"supported `{site.supported}`, tested `{site.upstream.tested}`" in section
         for name in patch.variables:
             variable = settings.find(name)
             assert variable is not None, f"{patch.id} names {name}, which is in no row of the table"

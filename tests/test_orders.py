@@ -78,5 +78,5 @@ def test_every_order(patch: str, upstream: str) -> None:
 
 def exists(module: str) -> bool:
     """Whether the installed release has the module; a release without it is another test's matter."""
-    found = contract.in_source(Site(Upstream("", ()), module, (), "", "")).problem
+    found = contract.in_source(Site(Upstream("", (), ""), module, (), "")).problem
     return found is None

@@ -35,10 +35,12 @@ class Outcome(enum.Enum):
 
 
 class Upstream(NamedTuple):
-    """A library that is patched: its import name, and every distribution that ships it (a nightly has another name)."""
+    """A library that is patched: its import name, every distribution that ships it (a nightly has another name), and a version
+    specifier of the releases in which the patches were seen to work."""
 
     import_name: str
     distributions: tuple[str, ...]
+    tested: str
 
 
 class Contract(NamedTuple):
@@ -97,9 +99,9 @@ class Slot(NamedTuple):
 class Site(NamedTuple):
     """The unit of patching: one defining module of one upstream. Its slots are installed together or not at all.
 
-    `supported` and `tested` are version specifiers. Outside `supported` nothing is touched; inside it the contracts
-    decide, and a version outside `tested` is flagged. `mappings` names dictionaries of the module whose values follow
-    the wrapped functions. `rebind_holders` allows the engine to rebind names that other modules took before activation.
+    `supported` is a version specifier. Outside it nothing is touched; inside it the contracts decide, and a version outside
+    the upstream's `tested` is flagged. `mappings` names dictionaries of the module whose values follow the wrapped functions.
+    `rebind_holders` allows the engine to rebind names that other modules took before activation.
     `when_late(module)` is called after the site was applied to a module that had been imported before: it looks for what
     can no longer be reached.
     """
@@ -108,7 +110,6 @@ class Site(NamedTuple):
     module: str
     slots: tuple[Slot, ...]
     supported: str
-    tested: str
     mappings: tuple[str, ...] = ()
     rebind_holders: bool = True
     when_late: Callable[[ModuleType], None] | None = None

@@ -208,7 +208,6 @@ PATCH = Patch(
             upstream=RAY,
             module="ray._private.worker",
             supported=">=2.7",
-            tested=">=2.40,<2.61",
             slots=(Slot("init", init, Contract(parameters=("address", "job_config", "runtime_env"), keywords=True)),),
             when_late=warn_of_running_job,
         ),

@@ -102,21 +102,18 @@ PATCH = Patch(
             upstream=LIGER,
             module="liger_kernel.chunked_loss.fused_linear_ppo",
             supported=">=0.5.6",
-            tested=">=0.5.6,<0.8.6",
             slots=_base_slots("LigerFusedLinearPPOBase"),
         ),
         Site(
             upstream=TRL,
             module="trl.losses.fused_linear_ppo",
             supported=">=0.17",
-            tested=">=0.17,<1.17",
             slots=_base_slots("FusedLinearPPOBase"),
         ),
         Site(
             upstream=TRL,
             module="trl.trainer.grpo_trainer",
             supported=">=0.17",
-            tested=">=0.17,<1.17",
             slots=(
                 Slot(
                     "GRPOTrainer.compute_liger_loss", model_logits.compute_liger_loss, Contract(parameters=("inputs",))
