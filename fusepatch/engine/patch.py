@@ -135,12 +135,16 @@ class Patch(NamedTuple):
 
 
 class Reason(NamedTuple):
-    """Why an outcome is what it is: what was found, what was wanted, the consequence, and what the user can do."""
+    """Why an outcome is what it is. `str(reason)` is one sentence of what is not empty."""
 
     found: str
+    """What was found."""
     wanted: str = ""
+    """What was wanted, where that is not what was found."""
     consequence: str = ""
+    """What follows for the training."""
     action: str = ""
+    """What the user can do."""
 
     def __str__(self) -> str:
         parts = [self.found]
@@ -157,31 +161,50 @@ class Note(NamedTuple):
     """Something that happened during calls, and how often."""
 
     text: str
+    """What happened, and why."""
     times: int
+    """In how many calls."""
 
 
 class SiteRecord(NamedTuple):
-    """What became of one site. `version` is the upstream's, where one could be found."""
+    """What became of one site: one module of one library that a patch changes."""
 
     patch: str
+    """The patch's id."""
     upstream: str
+    """The library, by its import name."""
     module: str
+    """The module that defines the targets."""
     outcome: Outcome
+    """What became of it."""
     reason: Reason
+    """Why."""
     version: str | None = None
+    """The library's version, where one could be found."""
     flags: tuple[str, ...] = ()
+    """`untested` where the version is outside the tested range, `late` where the module was imported before fusepatch."""
     holders: tuple[str, ...] = ()
+    """Names in other modules that had taken a target before it was wrapped."""
     slots: tuple[str, ...] = ()
+    """The functions and methods that are wrapped, as dotted paths inside the module."""
     traceback: str | None = None
+    """The traceback, where applying the patch raised."""
 
 
 class PatchRecord(NamedTuple):
     """What became of one patch: the worst outcome among the sites whose library is there, and what its calls did."""
 
     id: str
+    """The patch's id, such as `optimizer.flags`."""
     outcome: Outcome
+    """The outcome of the site that fares worst."""
     reason: str
+    """Why, in one sentence."""
     sites: tuple[SiteRecord, ...]
+    """What became of each site."""
     calls: int
+    """How many calls went through the patch."""
     replaced: tuple[Note, ...]
+    """Values that the patch replaced, with the old one, the new one, and on whose word."""
     fallbacks: tuple[Note, ...]
+    """What was left to upstream's code, and why."""
