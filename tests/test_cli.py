@@ -20,7 +20,9 @@ from typing import Any
 import pytest
 
 import fusepatch
-from fusepatch import cli, settings
+from fusepatch import activation, cli, settings
+from fusepatch.cli import run as cli_run
+from fusepatch.cli.main import CHECK_STATUS
 from fusepatch.engine.patch import Outcome
 from fusepatch.patches import PATCHES
 from kits.helpers import Completed, clean_environment, fresh, run
@@ -365,13 +367,13 @@ def test_check_applies_the_patches_to_the_installed_upstreams(checked: Completed
 
 def test_the_exit_status_of_check_is_that_of_the_worst_patch(checked: Completed) -> None:
     outcomes = [Outcome[record["outcome"]] for record in records(checked).values()]
-    assert checked.returncode == max(cli.CHECK_STATUS[outcome] for outcome in outcomes)
+    assert checked.returncode == max(CHECK_STATUS[outcome] for outcome in outcomes)
 
 
 def test_every_outcome_that_check_can_meet_has_an_exit_status() -> None:
-    assert set(cli.CHECK_STATUS) == set(Outcome) - {Outcome.REMOVED}
+    assert set(CHECK_STATUS) == set(Outcome) - {Outcome.REMOVED}
     documented = command("check", "--help").stdout
-    for outcome, status in cli.CHECK_STATUS.items():
+    for outcome, status in CHECK_STATUS.items():
         if outcome not in (Outcome.APPLIED, Outcome.DISABLED, Outcome.PENDING):
             assert f"\n  {status}  {outcome.value}: " in documented
 
@@ -545,6 +547,8 @@ def test_env_shows_every_variable_with_value_and_source() -> None:
     exported = "value 1 (from the environment: set by you, or exported by an active process that started this one)"
     assert exported in blocks["FUSEPATCH"]
     assert "value not set (default: 0)" in blocks["FUSEPATCH_STRICT"]
+    assert blocks["FUSEPATCH_STRICT"].endswith("read by start-up")
+    assert blocks["FUSEPATCH_OPTIMIZER_SCOPE"].endswith("read by optimizer.class, optimizer.flags")
     assert "value (empty, which counts as not set; from the environment)" in blocks["FUSEPATCH_DISABLE"]
     assert "value FUSEPATCH_LIGER_ROPE=0 (from the environment)" in blocks["FUSEPATCH_LIGER_<FLAG>"]
 
@@ -633,7 +637,7 @@ def test_run_passes_the_interpreters_options() -> None:
     ids=" ".join,
 )
 def test_the_interpreters_options_end_where_the_program_begins(words: list[str], options: list[str]) -> None:
-    assert cli._interpreter_options(words) == options
+    assert cli_run.interpreter_options(words) == options
 
 
 def test_tracebacks_signals_and_a_missing_script_are_pythons_own(tmp_path: Path) -> None:
@@ -681,7 +685,7 @@ def test_ctrl_c_ends_a_command_without_a_traceback(monkeypatch: pytest.MonkeyPat
     def interrupted(environ: Mapping[str, str]) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli.activation, "planned", interrupted)
+    monkeypatch.setattr(activation, "planned", interrupted)
     assert cli.main(["status"]) == 130
 
 
