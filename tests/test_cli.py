@@ -194,9 +194,8 @@ def test_what_stdout_cannot_encode_is_written_as_an_escape(encoding: str) -> Non
 
 def test_a_folder_that_is_gone_and_a_width_without_end_are_no_traceback(tmp_path: Path) -> None:
     done = shell(f"mkdir {tmp_path}/gone; cd {tmp_path}/gone; rmdir ../gone; fusepatch env", FUSEPATCH_REPORT="report")
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("fusepatch: stopped by FileNotFoundError: ")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "FUSEPATCH_REPORT" in done.stdout
     table = "from fusepatch import terminal; terminal.print_table(['a', 'b'], [['1', '2']], terminal.width())"
     for columns in ("0", "-1", "x", "9" * 30):
         assert fresh(table, env={"COLUMNS": columns, "FUSEPATCH": "0"}, check=True).stdout.startswith("a")
@@ -274,7 +273,7 @@ def test_verbose_adds_each_module_with_its_reason() -> None:
     text = joined(long)
     assert f"{LIGER_MODULE}: would apply: liger_kernel " in text
     assert "ray._private.worker: ABSENT: ray is not installed" in text or "ray._private.worker: would apply" in text
-    assert "torch.optim: adam, adamw, sgd, " in text
+    assert "torch.optim: adam, sgd, adagrad, " in text
 
 
 def test_a_mark_is_ascii_where_stdout_is() -> None:
