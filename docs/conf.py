@@ -6,7 +6,11 @@ from importlib.metadata import version as installed_version
 
 project = "fusepatch"
 release = version = installed_version(project)
-extensions = ["myst_parser", "sphinx_copybutton"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+default_role = "code"  # docstrings mark code with single backticks
+autodoc_class_signature = "separated"
+autodoc_default_options = {"exclude-members": "__new__, __init__"}
+autodoc_member_order = "bysource"
 highlight_language = "none"
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["_build", "generate"]

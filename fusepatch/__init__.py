@@ -9,15 +9,32 @@ from __future__ import annotations
 import os as _os
 import sys as _sys
 
+from fusepatch._version import __version__
 from fusepatch.activation import activate, deactivate, explain, is_applied, status
-from fusepatch.errors import FlagConflictError, FusepatchError, SettingError, StrictError, UnknownPatchError
-
-__version__ = "0.1.0"
+from fusepatch.engine.patch import Note, Outcome, PatchRecord, Reason, SiteRecord
+from fusepatch.errors import (
+    FlagConflictError,
+    FusepatchError,
+    InBackwardError,
+    LossUnavailableError,
+    OptimizerClassError,
+    SettingError,
+    StrictError,
+    UnknownPatchError,
+)
 
 __all__ = [
     "FlagConflictError",
     "FusepatchError",
+    "InBackwardError",
+    "LossUnavailableError",
+    "Note",
+    "OptimizerClassError",
+    "Outcome",
+    "PatchRecord",
+    "Reason",
     "SettingError",
+    "SiteRecord",
     "StrictError",
     "UnknownPatchError",
     "__version__",

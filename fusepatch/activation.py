@@ -12,10 +12,10 @@ from typing import Any
 from fusepatch import settings
 from fusepatch.engine import contract, hooks, install, ledger, versions
 from fusepatch.engine.patch import Outcome, Patch, PatchRecord, Reason, Site, SiteRecord
-from fusepatch.errors import SettingError, StrictError, UnknownPatchError
-from fusepatch.patches import PATCHES
+from fusepatch.errors import SettingError, StrictError
+from fusepatch.explain import describe_site, page, summary
+from fusepatch.patches import PATCHES, find, is_requested
 
-SWITCH = "FUSEPATCH"
 REPORT = "FUSEPATCH_REPORT"
 
 _active = False
@@ -40,11 +40,11 @@ def activate() -> None:
         if not _active:
             read, _disabled = read_settings(os.environ)
             settings.use(read)
-            ledger.reset(read.strict, summary, _lost)
+            ledger.reset(read.strict, lambda: summary(status(), read), _lost)
             _asked_for = tuple((patch, site) for patch, site in _sites() if is_asked_for(patch, read))
             _warn_of_unknown(read)
             _exported_over.clear()
-            _export(SWITCH, "1")
+            _export(settings.SWITCH, "1")
             if read.report:
                 _export(REPORT, read.report)
                 _begin_report(read.report)
@@ -65,7 +65,7 @@ def deactivate(id: str | None = None) -> None:
         UnknownPatchError: no patch has this id.
     """
     global _active, _taken_out
-    wanted = {patch.id for patch in PATCHES} if id is None else {_patch(id).id}
+    wanted = {patch.id for patch in PATCHES} if id is None else {find(id).id}
     with install.lock:
         if not _active:
             return
@@ -125,7 +125,7 @@ def is_applied(id: str) -> bool:
     Raises:
         UnknownPatchError: no patch has this id.
     """
-    return _patch_record(_patch(id)).outcome is Outcome.APPLIED
+    return _patch_record(find(id)).outcome is Outcome.APPLIED
 
 
 def explain(id: str) -> str:
@@ -134,64 +134,8 @@ def explain(id: str) -> str:
     Raises:
         UnknownPatchError: no patch has this id.
     """
-    patch = _patch(id)
-    return _page(patch, _patch_record(patch), settings.current(), "In this process")
-
-
-def explain_planned(id: str, environ: Mapping[str, str]) -> str:
-    """The page of `explain`, for a fresh process with this environment; imports nothing.
-
-    Raises:
-        UnknownPatchError: no patch has this id.
-        SettingError: `import fusepatch` would raise it there.
-    """
-    patch = _patch(id)
-    record = next(record for record in planned(environ) if record.id == id)
-    return _page(patch, record, read_settings(environ)[0], "In a fresh process")
-
-
-def _page(patch: Patch, record: PatchRecord, read: settings.Settings, where: str) -> str:
-    lines = [f"{patch.id}: {patch.promise}", "", f"Why: {patch.why}", "", "What it changes:"]
-    lines += [f"  - {change}" for change in patch.changes]
-    lines += ["", "Known limits:", *(f"  - {limit}" for limit in patch.limits)]
-    lines += ["", "Variables:", *(f"  {line}" for line in _variables(patch, read))]
-    if not is_requested(patch, read):
-        lines.append(f"  It changes nothing until {patch.requested_by} is set.")
-    lines += ["", "Upstream:", *(f"  - {link}" for link in patch.upstream)]
-    lines += ["", f"Fixed in: {patch.fixed_in}", f"Can be removed when: {patch.remove_when}"]
-    lines += ["", f"{where}: {record.outcome.value}"]
-    same: dict[str, list[str]] = {}
-    for site in record.sites:
-        same.setdefault(describe_site(site), []).append(site.module)
-    lines += [f"  {', '.join(modules)}: {text}" for text, modules in same.items()]
-    lines += [f"  replaced {note.times}x: {note.text}" for note in record.replaced]
-    lines += [f"  not done {note.times}x: {note.text}" for note in record.fallbacks]
-    return "\n".join(lines)
-
-
-def summary() -> str:
-    """One line: what is applied, what waits for an import, what is not applied, where to look.
-
-    A patch none of whose libraries is installed is left out, and one that changes nothing because nobody asked for it.
-    """
-    asked_for = {patch.id for patch in PATCHES if is_requested(patch, settings.current())}
-    records = [record for record in status() if record.id in asked_for and _concerns_this_environment(record)]
-    applied = [record.id for record in records if record.outcome is Outcome.APPLIED]
-    waiting = [record.id for record in records if record.outcome is Outcome.PENDING]
-    told = (Outcome.APPLIED, Outcome.PENDING)
-    others = [f"{record.id} {record.outcome.value}" for record in records if record.outcome not in told]
-    parts = [f"applied {', '.join(applied)}" if applied else "nothing applied yet"]
-    if waiting:
-        parts.append(f"waiting for their modules to be imported: {', '.join(waiting)}")
-    if others:
-        parts.append(f"not applied: {', '.join(others)}")
-    return f"{'; '.join(parts)}. `python -m fusepatch status` and `fusepatch.status()` say why."
-
-
-def is_requested(patch: Patch, read: settings.Settings) -> bool:
-    """Whether the patch acts by itself, or the variable that asks for it is set to do so."""
-    variable = settings.find(patch.requested_by)
-    return variable is None or bool(getattr(read, variable.field))
+    patch = find(id)
+    return page(patch, _patch_record(patch), settings.current(), "In this process")
 
 
 def is_asked_for(patch: Patch, read: settings.Settings) -> bool:
@@ -204,16 +148,6 @@ def _asking(patch: Patch, read: settings.Settings) -> dict[str, str]:
     return {name: text for name, text in read.set_by_user.items() if text != "keep" and settings.find(name) in own}
 
 
-def _concerns_this_environment(record: PatchRecord) -> bool:
-    return record.outcome is not Outcome.ABSENT or any(site.version is not None for site in record.sites)
-
-
-def describe_site(site: SiteRecord) -> str:
-    """Outcome, flags and reason of a site in one sentence."""
-    flags = f" ({', '.join(site.flags)})" if site.flags else ""
-    return f"{site.outcome.value}{flags}: {site.reason}"
-
-
 def _export(name: str, value: str) -> None:
     _exported_over[name] = os.environ.get(name)
     os.environ[name] = value
@@ -221,32 +155,20 @@ def _export(name: str, value: str) -> None:
 
 def _begin_report(folder: str) -> None:
     # Imported here: a process that keeps no report loads nothing for it.
-    from fusepatch import process_record
-    from fusepatch.engine import report
+    from fusepatch.reporting import writer
+    from fusepatch.reporting.record import of_this_process
 
     def content() -> dict[str, Any]:
-        return process_record.of_this_process([_patch_record(patch, _site_so_far) for patch in PATCHES])
+        return of_this_process([_patch_record(patch, _site_so_far) for patch in PATCHES])
 
-    report.begin(folder, content)
-    ledger.observe(report.grown)
+    writer.begin(folder, content)
+    ledger.observe(writer.grown)
 
 
 def _sites() -> Iterator[tuple[Patch, Site]]:
     for patch in PATCHES:
         for site in patch.sites:
             yield patch, site
-
-
-def _patch(id: str) -> Patch:
-    for patch in PATCHES:
-        if patch.id == id:
-            return patch
-    import difflib  # here, since every training script imports this module
-
-    known = [patch.id for patch in PATCHES]
-    nearest = difflib.get_close_matches(id, known, n=1)
-    hint = f"; the nearest is {nearest[0]}" if nearest else ""
-    raise UnknownPatchError(f"there is no patch {id!r}{hint}. The patches are {', '.join(known)}.")
 
 
 def _ids_to_disable(read: settings.Settings) -> frozenset[str]:
@@ -309,7 +231,7 @@ def _install(patch: Patch, site: Site, module: ModuleType, late: bool) -> SiteRe
             site.when_late(module)
     told = f"{found or site.upstream.import_name}"
     if not gate.tested:
-        told += f"; tested with {site.tested}, the shape of the target is the known one"
+        told += f"; tested with {site.upstream.tested}, the shape of the target is the known one"
     if applied.rebound:
         told += f"; rebound where it had been taken before: {', '.join(applied.rebound)}"
     if applied.left:
@@ -470,7 +392,7 @@ def preview(patch: Patch, site: Site) -> SiteRecord:
     if problem is not None:
         return _drifted(patch, site, found.version, found, problem, ", ".join(map(contract.describe, site.slots)))
     flags = () if gate.tested else ("untested",)
-    known = f"{found} is {'tested' if gate.tested else f'supported, tested is {site.tested}'}"
+    known = f"{found} is {'tested' if gate.tested else f'supported, tested is {site.upstream.tested}'}"
     reason = Reason(f"{known}; the target has the known shape", consequence="will be applied when it is imported")
     if inherited:
         reason = Reason(
@@ -497,7 +419,7 @@ def _drifted(
         f"{found}: {problem}",
         wanted=wanted,
         consequence="upstream is left as it is",
-        action=f"use a tested version ({site.tested}) or a newer fusepatch",
+        action=f"use a tested version ({site.upstream.tested}) or a newer fusepatch",
     )
     return _record(patch, site, Outcome.DRIFTED, reason, version)
 
@@ -531,16 +453,3 @@ def _record(
         flags=flags,
         traceback=trace,
     )
-
-
-def _variables(patch: Patch, read: settings.Settings) -> Iterator[str]:
-    shown = read.set_by_user
-    for name in patch.variables:
-        variable = settings.find(name)
-        if variable is None:
-            continue
-        values = [f"{key}={text}" for key, text in shown.items() if settings.find(key) is variable]
-        meaning = " ".join(variable.meaning.replace("`", "").split())
-        yield f"{variable.shown_name} ({variable.values.replace('`', '')}): {meaning}"
-        not_set = f"not set ({variable.default.removeprefix('unset: ')})"
-        yield f"    here: {', '.join(values) or not_set}".replace("`", "")

@@ -19,12 +19,16 @@ class InBackwardError(FusepatchError, RuntimeError):
     """The optimizer cannot run inside backward here, or a gradient arrived in more than one part while it did."""
 
 
+class LossUnavailableError(FusepatchError, RuntimeError):
+    """The loss that was asked for cannot be computed in this call, and no other way would be right."""
+
+
 class StrictError(FusepatchError, RuntimeError):
     """Something that was asked for could not be done, and `FUSEPATCH_STRICT=1` makes that an error."""
 
 
 class OptimizerClassError(FusepatchError, RuntimeError):
-    """The class that `FUSEPATCH_OPTIMIZER_CLASS` names cannot be had, takes other arguments, or cannot serve the parameters."""
+    """The class that `FUSEPATCH_OPTIMIZER_CLASS` names cannot be imported, takes other arguments, or cannot serve the parameters."""
 
 
 class UnknownPatchError(FusepatchError, KeyError):

@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 
 from fusepatch.errors import SettingError
 
+SWITCH = "FUSEPATCH"
+"""The variable that switches fusepatch on or off; the names of all others begin with it and an underscore."""
+
 
 class Settings(NamedTuple):
     """The values in force. A field that is None was not set, which means the automatic rule.
@@ -28,9 +31,9 @@ class Settings(NamedTuple):
     optimizer_in_backward: bool = False
     optimizer_class: str | None = None
     optimizer_kwargs: Mapping[str, Any] = MappingProxyType({})
-    grpo_loss: str = "auto"
-    grpo_prefer: str = "speed"
-    grpo_chunk_mib: float = 256.0
+    head: str = "auto"
+    head_prefer: str = "speed"
+    head_chunk_mib: float = 256.0
     set_by_user: Mapping[str, str] = MappingProxyType({})
     unknown: tuple[str, ...] = ()
 
@@ -43,7 +46,6 @@ class Variable(NamedTuple):
     values: str
     default: str
     meaning: str
-    read_by: str
     parse: Callable[[str], Any]
 
     @property
@@ -170,7 +172,8 @@ def _directory(text: str) -> str:
         return path
 
 
-def _names(text: str) -> tuple[str, ...]:
+def names(text: str) -> tuple[str, ...]:
+    """The names in a list with commas."""
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
@@ -182,7 +185,6 @@ TABLE: tuple[Variable, ...] = (
         default="unset: the import activates this process",
         meaning="`0` makes the import inert (an explicit `activate()` still works). `1`, which an active process exports, "
         "switches child processes on.",
-        read_by="start-up",
         parse=_switch,
     ),
     Variable(
@@ -192,7 +194,6 @@ TABLE: tuple[Variable, ...] = (
         default="`0`",
         meaning="`1` turns a request that one call cannot take into an error, and raises at the first use of a target "
         "that could not be patched.",
-        read_by="every patch",
         parse=_switch,
     ),
     Variable(
@@ -201,8 +202,7 @@ TABLE: tuple[Variable, ...] = (
         values="patch ids, comma separated; `all`",
         default="none",
         meaning="Patches that are not applied.",
-        read_by="start-up",
-        parse=_names,
+        parse=names,
     ),
     Variable(
         name="FUSEPATCH_REPORT",
@@ -212,7 +212,6 @@ TABLE: tuple[Variable, ...] = (
         meaning="Every process keeps a JSON file there that says which patches are applied in it and what they did; "
         "`status --report` and `check --report` read them. Made if it is missing. A relative path counts from where the "
         "first process was started.",
-        read_by="start-up",
         parse=_directory,
     ),
     Variable(
@@ -223,7 +222,6 @@ TABLE: tuple[Variable, ...] = (
         meaning="One kernel of Liger, by the name that its `apply_liger_kernel_to_<model>` functions give it, in either case: ROPE, "
         "RMS_NORM, LAYER_NORM, SWIGLU, GEGLU, RELU_SQUARED, CROSS_ENTROPY, FUSED_LINEAR_CROSS_ENTROPY, or any other that "
         "the installed Liger has. Checked at the call. CROSS_ENTROPY=1 implies FUSED_LINEAR_CROSS_ENTROPY=0.",
-        read_by="`liger.instance_flags`",
         parse=_switch,
     ),
     Variable(
@@ -235,7 +233,6 @@ TABLE: tuple[Variable, ...] = (
         "device, dtype and mesh allow it. `1` sets it wherever it can run, over what a framework hard-codes; where it cannot "
         "run, one warning says why. `0` takes a framework's `fused=True` away, which leaves torch's own default (multi-tensor "
         "on accelerators). `keep` leaves the argument alone.",
-        read_by="`optimizer.flags`",
         parse=_auto_switch,
     ),
     Variable(
@@ -245,7 +242,6 @@ TABLE: tuple[Variable, ...] = (
         default="`keep`",
         meaning="`foreach`, the multi-tensor form, of the same optimizers. `1` excludes `fused`, so a framework's or the "
         "automatic `fused=True` gives way to it; `0` only forbids the multi-tensor form.",
-        read_by="`optimizer.flags`",
         parse=_kept_switch,
     ),
     Variable(
@@ -254,7 +250,6 @@ TABLE: tuple[Variable, ...] = (
         values="a finite number > 0",
         default="unset: as the framework passes it",
         meaning="`eps` of the same optimizers, in every param group, over a framework's default.",
-        read_by="`optimizer.flags`",
         parse=_positive,
     ),
     Variable(
@@ -264,7 +259,6 @@ TABLE: tuple[Variable, ...] = (
         default="`frameworks`",
         meaning="Whose optimizers the `FUSEPATCH_OPTIMIZER_*` variables and the automatic rule reach: those that a framework "
         "constructs, or user code's own too (what that code passes still stands).",
-        read_by="`optimizer.flags`",
         parse=_scope,
     ),
     Variable(
@@ -276,7 +270,6 @@ TABLE: tuple[Variable, ...] = (
         "`torch.optim.Optimizer`, imported when the first of them is constructed. The framework's learning rate, betas, weight "
         "decay and param groups carry over where the class takes them. A class that cannot be had, or that cannot serve the "
         "parameters, is an error at that call.",
-        read_by="`optimizer.class`",
         parse=_class_path,
     ),
     Variable(
@@ -286,7 +279,6 @@ TABLE: tuple[Variable, ...] = (
         default="none",
         meaning="Arguments of the class that `FUSEPATCH_OPTIMIZER_CLASS` names, by name, over what the framework passes. They are "
         "checked against the class's signature before it is constructed.",
-        read_by="`optimizer.class`",
         parse=_json_object,
     ),
     Variable(
@@ -297,42 +289,41 @@ TABLE: tuple[Variable, ...] = (
         meaning="`1` runs the optimizer inside backward in the transformers Trainer, the trainers derived from it, and verl's SFT: "
         "each gradient is used and freed as soon as it is complete. What cannot be combined with it (gradient accumulation, "
         "gradient clipping, fp16, DDP, FSDP1, DeepSpeed, offload) is refused before training, with the setting to change.",
-        read_by="`optimizer.in_backward`",
         parse=_switch,
     ),
     Variable(
-        name="FUSEPATCH_GRPO_LOSS",
-        field="grpo_loss",
+        name="FUSEPATCH_HEAD",
+        field="head",
         values="`auto`, `triton`, `torch`, `keep`",
         default="`auto`",
         meaning="How Liger's GRPO loss is computed. `auto`: Triton kernels on NVIDIA GPUs, the torch form of the same steps on "
         "the CPU. `triton`: the same, and an error at the call where they cannot run. `torch`: the torch form everywhere. "
         "`keep`: upstream's own code.",
-        read_by="`liger.grpo_loss`",
         parse=_loss,
     ),
     Variable(
-        name="FUSEPATCH_GRPO_PREFER",
-        field="grpo_prefer",
+        name="FUSEPATCH_HEAD_PREFER",
+        field="head_prefer",
         values="`speed`, `memory`",
         default="`speed`",
         meaning="`memory` makes the gradient of a trainable head in that gradient's own memory, without a float32 sum of the "
         "head's size, at the price of about half of one more matrix product. It changes nothing for a frozen head.",
-        read_by="`liger.grpo_loss`",
         parse=_preference,
     ),
     Variable(
-        name="FUSEPATCH_GRPO_CHUNK_MIB",
-        field="grpo_chunk_mib",
+        name="FUSEPATCH_HEAD_CHUNK_MIB",
+        field="head_chunk_mib",
         values="a finite number > 0",
         default="`256`",
         meaning="MiB for the logits of one chunk of tokens; the chunk is the largest multiple of 128 tokens within it, and at "
         "least 128.",
-        read_by="`liger.grpo_loss`",
         parse=_mebibytes,
     ),
 )
 
+
+_SOUGHT_AS = {f"{SWITCH}_GRPO_LOSS": f"{SWITCH}_HEAD"}
+"""Names that no variable has, with the one that whoever writes them looks for; by spelling alone another one is nearer."""
 
 _current = Settings()
 
@@ -359,7 +350,7 @@ def read(environ: Mapping[str, str]) -> Settings:
     spelled: dict[tuple[str, str], str] = {}
     for name in sorted(environ):
         text = environ[name].strip()
-        if not text or (name != "FUSEPATCH" and not name.startswith("FUSEPATCH_")):
+        if not text or not is_own(name):
             continue
         variable = find(name)
         if variable is None or is_unknown(name):
@@ -382,6 +373,11 @@ def read(environ: Mapping[str, str]) -> Settings:
     return settings
 
 
+def is_own(name: str) -> bool:
+    """Whether the name of a variable is one that fusepatch looks at."""
+    return name == SWITCH or name.startswith(f"{SWITCH}_")
+
+
 def find(name: str) -> Variable | None:
     """The row of a variable's name; a family's row for its members."""
     for variable in TABLE:
@@ -400,8 +396,11 @@ def unknown_name(name: str) -> str:
     """What to tell the user who has set `name`, which is in no row of the table."""
     import difflib
 
-    nearest = difflib.get_close_matches(name, [variable.shown_name for variable in TABLE], n=1)
-    hint = f"the nearest known one is {nearest[0]}" if nearest else "`python -m fusepatch env` lists the known ones"
+    known = {**_SOUGHT_AS, **{variable.shown_name: variable.shown_name for variable in TABLE}}
+    nearest = difflib.get_close_matches(name, known, n=1)
+    hint = (
+        f"the nearest known one is {known[nearest[0]]}" if nearest else "`python -m fusepatch env` lists the known ones"
+    )
     return f"the variable {_printable(name)} is set but means nothing to fusepatch, so it changes nothing; {hint}"
 
 

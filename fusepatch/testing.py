@@ -22,11 +22,15 @@ from packaging.markers import InvalidMarker, Marker
 from packaging.requirements import InvalidRequirement, Requirement
 
 import fusepatch
-from fusepatch import activation, process_record, reports, settings
+from fusepatch import settings
 from fusepatch.engine import ledger
 from fusepatch.engine.patch import Outcome, Reason
 from fusepatch.errors import UnknownPatchError
-from fusepatch.patches import PATCHES
+from fusepatch.explain import summary
+from fusepatch.patches import PATCHES, find
+from fusepatch.reporting import reader
+from fusepatch.reporting.reader import Report, count
+from fusepatch.reporting.record import of_this_process
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -40,7 +44,7 @@ DESELECT = "--fusepatch-deselect"
 NOTES_SHOWN = 20
 """Distinct notes printed per patch and kind; `FUSEPATCH_REPORT` keeps all of them."""
 
-_INERT = os.environ.get(activation.SWITCH, "").strip() == "0"
+_INERT = os.environ.get(settings.SWITCH, "").strip() == "0"
 
 
 class Deselection(NamedTuple):
@@ -95,7 +99,7 @@ def pytest_configure(config: pytest.Config) -> None:
     required = _required(config)
     for name in required:
         try:
-            activation.explain(name)
+            find(name)
         except UnknownPatchError as error:
             raise pytest.UsageError(f"{REQUIRE}: {error}") from None
     if _INERT and required:
@@ -111,8 +115,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_report_header(config: pytest.Config) -> list[str]:
     if _INERT:
         return [f"fusepatch {fusepatch.__version__}: FUSEPATCH=0, so nothing is patched"]
-    lines = [f"fusepatch {fusepatch.__version__}: {activation.summary()}"]
-    own = {name: text for name, text in settings.current().set_by_user.items() if name != activation.SWITCH}
+    lines = [f"fusepatch {fusepatch.__version__}: {summary(fusepatch.status(), settings.current())}"]
+    own = {name: text for name, text in settings.current().set_by_user.items() if name != settings.SWITCH}
     if own:
         lines.append("fusepatch: " + " ".join(f"{name}={text}" for name, text in own.items()))
     return lines
@@ -167,7 +171,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     config = session.config
     own = config.stash[SESSION]
     own.outside += _new_fallbacks(own)
-    record = json.dumps(process_record.of_this_process(fusepatch.status()))
+    record = json.dumps(of_this_process(fusepatch.status()))
     outside = [[*note, times] for note, times in own.outside.items()]
     workeroutput = getattr(config, "workeroutput", None)
     if workeroutput is not None:  # a worker of pytest-xdist: its controller draws the conclusions
@@ -277,7 +281,7 @@ def _matches(pattern: str, nodeid: str) -> bool:
 
 def _required(config: pytest.Config) -> list[str]:
     lists = config.getoption(REQUIRE)
-    return [name.strip() for text in lists for name in text.split(",") if name.strip()]
+    return [name for text in lists for name in settings.names(text)]
 
 
 def _fallbacks() -> Counter[tuple[str, str]]:
@@ -298,17 +302,17 @@ def _fallback_lines(notes: Mapping[tuple[str, str], int]) -> Iterator[str]:
         yield f"{patch}: fallback {times}x: {text}"
 
 
-def _report(session: Session) -> reports.Report:
+def _report(session: Session) -> Report:
     processes = [json.loads(worker["record"]) for worker in session.workers]
-    return reports.Report("", tuple(processes or [process_record.of_this_process(fusepatch.status())]), ())
+    return Report("", tuple(processes or [of_this_process(fusepatch.status())]), ())
 
 
 def _problems(config: pytest.Config, session: Session) -> Iterator[str]:
     required = _required(config)
     report = _report(session)
-    for problem in reports.missing(report, required):
+    for problem in reader.missing(report, required):
         yield f"{REQUIRE}: {problem}"
-    targets = {target.patch for target in reports.loaded(report)}
+    targets = {target.patch for target in reader.loaded(report)}
     for name in required:
         if name in targets and not _calls(report, name):
             yield f"{REQUIRE}: no call went through {name}, so the tests say nothing about it"
@@ -317,14 +321,14 @@ def _problems(config: pytest.Config, session: Session) -> Iterator[str]:
             yield f"{FAIL_ON_FALLBACK}: outside of any test, {line}"
 
 
-def _calls(report: reports.Report, patch: str) -> int:
+def _calls(report: Report, patch: str) -> int:
     return sum(
         record["calls"] for process in report.processes for record in process["patches"] if record["id"] == patch
     )
 
 
-def _patch_lines(report: reports.Report) -> Iterator[str]:
-    targets = reports.loaded(report)
+def _patch_lines(report: Report) -> Iterator[str]:
+    targets = reader.loaded(report)
     for first in report.processes[0]["patches"]:
         patch = first["id"]
         own = [target.outcome for target in targets if target.patch == patch]
@@ -334,7 +338,7 @@ def _patch_lines(report: reports.Report) -> Iterator[str]:
             yield f"{patch}: {'not imported by these tests' if pending else first['outcome'] + ': ' + first['reason']}"
             continue
         records = [record for process in report.processes for record in process["patches"] if record["id"] == patch]
-        yield f"{patch}: {', '.join(wrong) or 'APPLIED'}, {_count(_calls(report, patch), 'call')}"
+        yield f"{patch}: {', '.join(wrong) or 'APPLIED'}, {count(_calls(report, patch), 'call')}"
         reasons = {
             f"  {target.site['module']}: {target.outcome.value}: {Reason(**target.site['reason'])}"
             for target in targets
@@ -352,7 +356,7 @@ def _note_lines(label: str, lists: Sequence[Sequence[Mapping[str, Any]]]) -> Ite
     for text, times in list(notes.items())[:NOTES_SHOWN]:
         yield f"  {label} {times}x: {text}"
     if len(notes) > NOTES_SHOWN:
-        yield f"  {label}: {_count(len(notes) - NOTES_SHOWN, 'further text')}; FUSEPATCH_REPORT=DIR keeps all of them"
+        yield f"  {label}: {count(len(notes) - NOTES_SHOWN, 'further text')}; FUSEPATCH_REPORT=DIR keeps all of them"
 
 
 def _deselection_lines(session: Session) -> Iterator[str]:
@@ -362,7 +366,3 @@ def _deselection_lines(session: Session) -> Iterator[str]:
     for entry in session.unmatched:
         conditions = ", ".join(map(str, entry.when))
         yield f"deselection without a test: {entry.test} ({conditions}) matches nothing that was collected"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

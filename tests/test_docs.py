@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 import fusepatch
-from fusepatch import patch_lines, settings
-from fusepatch.patch_lines import Line
+from fusepatch import settings
+from fusepatch.cli import show
+from fusepatch.cli.show import Line
 from fusepatch.patches import PATCHES
 from generate import pages
 from kits.helpers import run
@@ -64,7 +65,7 @@ def test_each_patch_has_a_page_with_every_site_and_variable() -> None:
         section = pages.patch_page(patch)
         for site in patch.sites:
             assert f"\n  - `{site.module}`: " in section
-            assert f"supported `{site.supported}`, tested `{site.tested}`" in section
+            assert f"supported `{site.supported}`, tested `{site.upstream.tested}`" in section
         for name in patch.variables:
             variable = settings.find(name)
             assert variable is not None, f"{patch.id} names {name}, which is in no row of the table"
@@ -73,11 +74,12 @@ def test_each_patch_has_a_page_with_every_site_and_variable() -> None:
             assert text.replace("`", "") in section.replace("`", "")
 
 
-def test_each_variable_that_a_patch_reads_is_named_by_that_patch() -> None:
-    for variable in settings.TABLE:
-        readers = [patch for patch in PATCHES if patch.id in variable.read_by]
-        for patch in readers:
-            assert any(settings.find(name) is variable for name in patch.variables), (variable.name, patch.id)
+def test_the_page_of_variables_says_which_patches_read_each() -> None:
+    sections = dict(re.findall(r"^### `(\S+)`\n\n.* (Read [^.]+(?:\.[^.]+)*?)\.\n", pages.environment_page(), re.M))
+    assert sections["FUSEPATCH_STRICT"] == "Read at start-up"
+    scope = sections["FUSEPATCH_OPTIMIZER_SCOPE"]
+    assert re.findall(r"\[`(.*?)`\]", scope) == ["optimizer.class", "optimizer.flags"]
+    assert set(sections) == {variable.shown_name for variable in settings.TABLE}
 
 
 @pytest.mark.parametrize(("page", "indent"), [("index.md", ""), ("distributed.md", "  ")])
@@ -91,7 +93,7 @@ def test_a_status_that_a_page_shows_is_what_is_printed(page: str, indent: str) -
     )
     rows = re.findall(rf"^{indent}(\S) (\S+) +(\S+(?: \S+)?)  +(.+)$", re.sub(r"\n {20,}", " ", shown), re.M)
     lines = [Line(mark.replace("✓", "+"), *rest) for mark, *rest in rows]
-    assert patch_lines.text(lines, 80, verbose=False, indent=indent) == shown
+    assert show.text(lines, 80, verbose=False, indent=indent) == shown
     ids = [patch.id for patch in PATCHES]
     assert [line.id for line in lines] == [name for name in ids if name in block]
     assert page != "index.md" or len(lines) == len(ids)

@@ -90,5 +90,5 @@ def in_orders(orders: list[list[str]], patch: str, upstream: str) -> None:
 
 def exists(module: str) -> bool:
     """Whether the installed release has the module; a release without it is another test's matter."""
-    found = contract.in_source(Site(Upstream("", ()), module, (), "", "")).problem
+    found = contract.in_source(Site(Upstream("", (), ""), module, (), "")).problem
     return found is None

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 
 import pytest
 
-from fusepatch import patch_lines, terminal
+from fusepatch import terminal
+from fusepatch.cli import show
+from fusepatch.cli.show import Line, Place
 from fusepatch.engine.patch import Outcome, PatchRecord, Reason, SiteRecord
-from fusepatch.patch_lines import Line, Place
 from fusepatch.patches import PATCHES
 
 FULL = Reason(
@@ -23,7 +24,7 @@ def site(outcome: Outcome, upstream: str = "lib", version: str | None = "1.0", *
 
 def line(*sites: SiteRecord, outcome: Outcome, planned: bool = True, id: str = "a.patch", **environ: str) -> Line:
     record = PatchRecord(id, outcome, "the patch's own reason", sites, 0, (), ())
-    return patch_lines.of_records([record], environ, planned)[0]
+    return show.of_records([record], environ, planned)[0]
 
 
 @pytest.mark.parametrize("outcome", Outcome)
@@ -75,7 +76,7 @@ def test_what_nobody_asked_for_is_on_request_unless_it_would_not_work(environ: M
 def test_a_screen_holds_every_patch_where_none_can_be_applied() -> None:
     lines = [line(site(Outcome.GATED, "liger_kernel"), outcome=Outcome.GATED, id=patch.id) for patch in PATCHES]
     detail = "liger_kernel 0.8.5.dev20261027042432; wanted liger_kernel !=0.5.0,<0.9,>=0.4.2"
-    text = patch_lines.text([line._replace(detail=detail) for line in lines], 80, verbose=False)
+    text = show.text([line._replace(detail=detail) for line in lines], 80, verbose=False)
     assert len(text.splitlines()) <= 24 - 6
     assert max(map(len, text.splitlines())) <= 80
     for patch in PATCHES:
@@ -83,12 +84,12 @@ def test_a_screen_holds_every_patch_where_none_can_be_applied() -> None:
 
 
 def test_modules_that_fare_alike_share_a_line() -> None:
-    assert patch_lines.listed(["torch.optim.adam"]) == "torch.optim.adam"
-    assert patch_lines.listed(["a.b.x", "c", "a.b.y", "a.z"]) == "a.b: x, y; c; a.z"
+    assert show.listed(["torch.optim.adam"]) == "torch.optim.adam"
+    assert show.listed(["a.b.x", "c", "a.b.y", "a.z"]) == "a.b: x, y; c; a.z"
     places = tuple(Place(f"a.{name}", outcome, "why") for name, outcome in zip("xyz", ["IN", "OUT", "IN"], strict=True))
-    text = patch_lines.text([Line("+", "a.patch", "APPLIED", "a 1", places)], 80, verbose=True)
+    text = show.text([Line("+", "a.patch", "APPLIED", "a 1", places)], 80, verbose=True)
     assert text.splitlines()[1:] == ["    a: x, z: IN: why", "    a.y: OUT: why"]
-    assert patch_lines.text([], 80, verbose=True) == ""
+    assert show.text([], 80, verbose=True) == ""
 
 
 def test_what_others_wrote_cannot_steer_the_terminal() -> None:

@@ -20,8 +20,9 @@ from typing import Any
 import pytest
 
 import fusepatch
-from fusepatch import reports
+from fusepatch.cli import show
 from fusepatch.patches import PATCHES
+from fusepatch.reporting import reader
 from kits.helpers import Completed, fresh, run
 from kits.reports import BUILD, PATCH, environment, patch, processes, seen
 
@@ -88,7 +89,7 @@ def test_a_killed_process_has_left_its_outcomes_calls_and_values(tmp_path: Path)
 def test_many_calls_cost_few_writes_and_a_killed_process_lacks_less_than_half_of_them(tmp_path: Path) -> None:
     code = f"""
         import fusepatch, os, signal
-        from fusepatch.engine import ledger, report
+        from fusepatch.engine import ledger
         writes = []
         real = os.replace
         os.replace = lambda *names: (writes.append(1), real(*names))
@@ -415,7 +416,7 @@ def test_files_that_are_no_report_are_named_in_a_line_each_and_do_not_count(
         "digits": whole.replace(pid, '"pid": ' + "9" * 5000),
         "large": whole.replace(pid, '"pid": ' + "9" * 100),
         "outcome": whole.replace('"PENDING"', '"BANANA"', 1),
-        "huge": whole + " " * reports.MAXIMUM_BYTES,
+        "huge": whole + " " * reader.MAXIMUM_BYTES,
         ".being-written.tmp": "{",
     }
     for name, content in files.items():
@@ -482,14 +483,14 @@ def test_a_report_in_which_any_field_is_another_one_is_read_or_named(a_record: d
         else:
             holder[last] = random.choice(values)
         (tmp_path / f"{number}.json").write_text(json.dumps(changed))
-    report = reports.read(str(tmp_path))
+    report = reader.read(str(tmp_path))
     assert len(report.processes) + len(report.not_read) == 400
     assert len(report.processes) > 20  # a text instead of another text
     assert len(report.not_read) > 200
-    assert json.loads(json.dumps(reports.as_data(report)), parse_constant=pytest.fail)["processes"]
-    assert all(line.isprintable() for line in reports.text(report, 80, verbose=True).splitlines())
-    reports.missing(report, [PATCH])
-    reports.used(report, [])
+    assert json.loads(json.dumps(reader.as_data(report)), parse_constant=pytest.fail)["processes"]
+    assert all(line.isprintable() for line in show.of_report(report, 80, verbose=True).splitlines())
+    reader.missing(report, [PATCH])
+    reader.used(report, [])
 
 
 def test_no_text_of_a_report_reaches_the_terminal_as_a_command(a_worker_without: Path) -> None:
@@ -504,8 +505,8 @@ def test_no_text_of_a_report_reaches_the_terminal_as_a_command(a_worker_without:
     record = evil(json.loads(path.read_text()))
     record["patches"][0]["fallbacks"] = [{"text": "\x07", "times": 1}]
     path.write_text(json.dumps(record))
-    report = reports.read(str(a_worker_without))
-    text = reports.text(report, 80, verbose=True)
+    report = reader.read(str(a_worker_without))
+    text = show.of_report(report, 80, verbose=True)
     assert "\\x1b[2J" in text
     assert all(line.isprintable() for line in text.splitlines())
     done = command("check", "--report", a_worker_without)
@@ -536,7 +537,7 @@ def test_processes_that_fare_alike_are_one_group_whatever_their_ranks_and_counts
         for entry in same["patches"]:
             entry["calls"] = number % 3
         (a_worker_without / f"{number}.json").write_text(json.dumps(same))
-    report = reports.read(str(a_worker_without))
+    report = reader.read(str(a_worker_without))
     first, *others = (process["patches"][0]["sites"] for process in report.processes)
     assert all(sites is first for sites in others)  # checked once, held once
     text = command("check", "--require", LIGER, "--report", a_worker_without).stdout
@@ -562,4 +563,4 @@ def test_processes_that_fare_alike_are_one_group_whatever_their_ranks_and_counts
     ],
 )
 def test_ranks_are_named_in_few_words(given: list[tuple[int | None, int | None]], shown: str) -> None:
-    assert reports._ranks([{"rank": rank, "world_size": size} for rank, size in given]) == shown
+    assert reader.ranks([{"rank": rank, "world_size": size} for rank, size in given]) == shown

@@ -60,7 +60,7 @@ def test_an_ordinary_object_is_read() -> None:
 @pytest.mark.parametrize(
     "text", [f"{DIGITS}e-6", "1_0", "nan", "inf", "-1", "0", "1e-400", "1e400", "0x1", UNDECODABLE]
 )
-@pytest.mark.parametrize("name", ["FUSEPATCH_OPTIMIZER_EPS", "FUSEPATCH_GRPO_CHUNK_MIB"])
+@pytest.mark.parametrize("name", ["FUSEPATCH_OPTIMIZER_EPS", "FUSEPATCH_HEAD_CHUNK_MIB"])
 def test_a_number_is_finite_positive_and_written_in_ascii(name: str, text: str) -> None:
     message = refusal(**{name: text})
     assert f"{name}={text!r} cannot be read: accepted is a finite number > 0" in message
@@ -68,8 +68,8 @@ def test_a_number_is_finite_positive_and_written_in_ascii(name: str, text: str) 
 
 
 def test_a_chunk_has_a_size_that_can_be_counted() -> None:
-    assert "more than any memory" in refusal(FUSEPATCH_GRPO_CHUNK_MIB="1e308")
-    assert settings.read({"FUSEPATCH_GRPO_CHUNK_MIB": "0.5"}).grpo_chunk_mib == 0.5
+    assert "more than any memory" in refusal(FUSEPATCH_HEAD_CHUNK_MIB="1e308")
+    assert settings.read({"FUSEPATCH_HEAD_CHUNK_MIB": "0.5"}).head_chunk_mib == 0.5
 
 
 @pytest.mark.parametrize(
@@ -110,6 +110,22 @@ def test_a_familys_prefix_alone_names_nothing() -> None:
     assert "the nearest known one is FUSEPATCH_LIGER_<FLAG>" in settings.unknown_name("FUSEPATCH_LIGER_")
     done = fresh("import fusepatch", env={"FUSEPATCH_LIGER_": "1"}, check=True)
     assert "the variable FUSEPATCH_LIGER_ is set but means nothing" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("GRPO_LOSS", "HEAD"),
+        ("GRPO_PREFER", "HEAD_PREFER"),
+        ("GRPO_CHUNK_MIB", "HEAD_CHUNK_MIB"),
+        ("LIGER_", "LIGER_<FLAG>"),
+        ("OPTIMISER_FUSED", "OPTIMIZER_FUSED"),
+    ],
+)
+def test_the_nearest_known_name_is_the_one_that_was_looked_for(wrong: str, right: str) -> None:
+    read = settings.read({f"FUSEPATCH_{wrong}": "1"})
+    (unknown,) = read.unknown
+    assert settings.unknown_name(unknown).endswith(f"; the nearest known one is FUSEPATCH_{right}")
 
 
 def test_env_shows_a_familys_prefix_as_unknown() -> None:

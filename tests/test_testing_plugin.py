@@ -149,7 +149,7 @@ def test_a_fallback_of_ligers_loss_fails_the_test_that_called_it(tmp_path: Path)
         def test_refused():
             loss(advantages=torch.ones(2, 5))
     """
-    env = {"FUSEPATCH_GRPO_LOSS": "torch"}  # the automatic rule wants Triton, and records that there is no GPU
+    env = {"FUSEPATCH_HEAD": "torch"}  # the automatic rule wants Triton, and records that there is no GPU
     done = pytest_in(tmp_path, FAIL, "--fusepatch-require", "liger.grpo_loss", code=code, env=env)
     assert (done.returncode, outcomes(done)) == (1, {"passed": 1, "failed": 1}), done.stdout
     assert "liger.grpo_loss: fallback 1x: upstream's own forward: advantages have 2 dimensions" in done.stdout

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fusepatch import settings
 from fusepatch.engine.patch import Patch, Site, Slot
-from fusepatch.patches import PATCHES
+from fusepatch.patches import PATCHES, readers
 
 from .examples import EXAMPLES, Example
 
@@ -56,7 +56,7 @@ def environment_page() -> str:
     lines = [_GENERATED, "", "# Environment variables", "", _PRECEDENCE, "## The variables"]
     for variable in settings.TABLE:
         lines += ["", f"### `{variable.shown_name}`", ""]
-        lines += [f"Values: {variable.values}. Default: {variable.default}. Read by {_reader(variable.read_by)}.", ""]
+        lines += [f"Values: {variable.values}. Default: {variable.default}. {_readers(variable.name)}.", ""]
         lines += [" ".join(variable.meaning.split())]
     return "\n".join(lines) + "\n"
 
@@ -168,13 +168,13 @@ def _variable(name: str) -> str:
     return f"- **`{variable.shown_name}`**: {variable.values}; default {variable.default}. {meaning}"
 
 
-def _reader(read_by: str) -> str:
-    readers = {f"`{patch.id}`": f"[`{patch.id}`](patches/{patch.id}.md)" for patch in PATCHES}
-    return re.sub(r"`[^`]+`", lambda found: readers.get(found.group(), found.group()), read_by)
+def _readers(variable: str) -> str:
+    read_by = [f"[`{name}`](patches/{name}.md)" for name in readers(variable)]
+    return f"Read by {' and '.join(read_by)}" if read_by else "Read at start-up"
 
 
 def _versions(site: Site) -> tuple[tuple[str, ...], str, str]:
-    return site.upstream.distributions, site.supported, site.tested
+    return site.upstream.distributions, site.supported, site.upstream.tested
 
 
 def _target(slot: Slot) -> str:

@@ -58,8 +58,14 @@ def speaks(environ: Mapping[str, str]) -> bool:
 
     if multiprocessing.current_process().daemon:
         return False
-    for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK"):
-        rank = environ.get(name, "")
-        if rank.isdecimal():
-            return int(rank) == 0
-    return True
+    return rank(environ) in (None, 0)
+
+
+def rank(environ: Mapping[str, str]) -> int | None:
+    """The rank that a launcher gave this process; None where there is none."""
+    return first_number(environ, "RANK", "SLURM_PROCID", "LOCAL_RANK")
+
+
+def first_number(environ: Mapping[str, str], *names: str) -> int | None:
+    """The value of the first of these variables that holds a whole number."""
+    return next((int(environ[name]) for name in names if environ.get(name, "").isdecimal()), None)

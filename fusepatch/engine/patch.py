@@ -35,10 +35,12 @@ class Outcome(enum.Enum):
 
 
 class Upstream(NamedTuple):
-    """A library that is patched: its import name, and every distribution that ships it (a nightly has another name)."""
+    """A library that is patched: its import name, every distribution that ships it (a nightly has another name), and a version
+    specifier of the releases in which the patches were seen to work."""
 
     import_name: str
     distributions: tuple[str, ...]
+    tested: str
 
 
 class Contract(NamedTuple):
@@ -97,9 +99,9 @@ class Slot(NamedTuple):
 class Site(NamedTuple):
     """The unit of patching: one defining module of one upstream. Its slots are installed together or not at all.
 
-    `supported` and `tested` are version specifiers. Outside `supported` nothing is touched; inside it the contracts
-    decide, and a version outside `tested` is flagged. `mappings` names dictionaries of the module whose values follow
-    the wrapped functions. `rebind_holders` allows the engine to rebind names that other modules took before activation.
+    `supported` is a version specifier. Outside it nothing is touched; inside it the contracts decide, and a version outside
+    the upstream's `tested` is flagged. `mappings` names dictionaries of the module whose values follow the wrapped functions.
+    `rebind_holders` allows the engine to rebind names that other modules took before activation.
     `when_late(module)` is called after the site was applied to a module that had been imported before: it looks for what
     can no longer be reached.
     """
@@ -108,7 +110,6 @@ class Site(NamedTuple):
     module: str
     slots: tuple[Slot, ...]
     supported: str
-    tested: str
     mappings: tuple[str, ...] = ()
     rebind_holders: bool = True
     when_late: Callable[[ModuleType], None] | None = None
@@ -136,12 +137,16 @@ class Patch(NamedTuple):
 
 
 class Reason(NamedTuple):
-    """Why an outcome is what it is: what was found, what was wanted, the consequence, and what the user can do."""
+    """Why an outcome is what it is. `str(reason)` is one sentence of what is not empty."""
 
     found: str
+    """What was found."""
     wanted: str = ""
+    """What was wanted, where that is not what was found."""
     consequence: str = ""
+    """What follows for the training."""
     action: str = ""
+    """What the user can do."""
 
     def __str__(self) -> str:
         parts = [self.found]
@@ -158,31 +163,50 @@ class Note(NamedTuple):
     """Something that happened during calls, and how often."""
 
     text: str
+    """What happened, and why."""
     times: int
+    """In how many calls."""
 
 
 class SiteRecord(NamedTuple):
-    """What became of one site. `version` is the upstream's, where one could be found."""
+    """What became of one site: one module of one library that a patch changes."""
 
     patch: str
+    """The patch's id."""
     upstream: str
+    """The library, by its import name."""
     module: str
+    """The module that defines the targets."""
     outcome: Outcome
+    """What became of it."""
     reason: Reason
+    """Why."""
     version: str | None = None
+    """The library's version, where one could be found."""
     flags: tuple[str, ...] = ()
+    """`untested` where the version is outside the tested range, `late` where the module was imported before fusepatch."""
     holders: tuple[str, ...] = ()
+    """Names in other modules that had taken a target before it was wrapped."""
     slots: tuple[str, ...] = ()
+    """The functions and methods that are wrapped, as dotted paths inside the module."""
     traceback: str | None = None
+    """The traceback, where applying the patch raised."""
 
 
 class PatchRecord(NamedTuple):
     """What became of one patch: the worst outcome among the sites whose library is there, and what its calls did."""
 
     id: str
+    """The patch's id, such as `optimizer.flags`."""
     outcome: Outcome
+    """The outcome of the site that fares worst."""
     reason: str
+    """Why, in one sentence."""
     sites: tuple[SiteRecord, ...]
+    """What became of each site."""
     calls: int
+    """How many calls went through the patch."""
     replaced: tuple[Note, ...]
+    """Values that the patch replaced, with the old one, the new one, and on whose word."""
     fallbacks: tuple[Note, ...]
+    """What was left to upstream's code, and why."""

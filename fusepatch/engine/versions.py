@@ -63,7 +63,7 @@ def _importable(import_name: str) -> bool:
 
 
 class Gate(NamedTuple):
-    """What the site's version ranges say. An unknown version is inside `supported` and outside `tested`."""
+    """What the version ranges of a site and its upstream say. An unknown version is inside `supported` and outside `tested`."""
 
     supported: bool
     tested: bool
@@ -85,5 +85,5 @@ def gate(site: Site, version: str | None) -> Gate:
     except InvalidVersion:
         return Gate(supported=True, tested=False)
     supported = SpecifierSet(site.supported).contains(parsed, prereleases=True)
-    tested = SpecifierSet(site.tested).contains(parsed, prereleases=True)
+    tested = SpecifierSet(site.upstream.tested).contains(parsed, prereleases=True)
     return Gate(supported=supported, tested=supported and tested)

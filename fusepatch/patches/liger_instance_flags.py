@@ -462,7 +462,6 @@ PATCH = Patch(
             upstream=LIGER,
             module=MODULE,
             supported=">=0.5.5.dev0",
-            tested="<=0.8.5",
             mappings=("MODEL_TYPE_TO_APPLY_LIGER_FN",),
             slots=(
                 Slot("_apply_liger_kernel_to_instance", dispatch, Contract(parameters=("model",), keywords=True)),

@@ -113,7 +113,6 @@ PATCH = Patch(
             upstream=TRL,
             module=MODULE,
             supported=">=0.17",
-            tested=">=0.17,<1.17",
             slots=(
                 Slot(
                     "SFTTrainer.compute_loss",

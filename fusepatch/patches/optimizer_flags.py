@@ -718,7 +718,6 @@ PATCH = Patch(
                 upstream=TORCH,
                 module=module,
                 supported=">=2.4",
-                tested=">=2.11,<2.16",
                 slots=(
                     Slot(f"{name}.__init__", construct, Contract(parameters=("params", "foreach"))),
                     *(
@@ -734,7 +733,6 @@ PATCH = Patch(
             upstream=TORCH,
             module="torch.optim.optimizer",
             supported=">=2.4",
-            tested=">=2.11,<2.16",
             slots=(
                 Slot("Optimizer.__init__", construct_other, Contract(parameters=("params", "defaults"))),
                 Slot("Optimizer.add_param_group", add_param_group, Contract(parameters=("param_group",))),

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from types import FunctionType, ModuleType
 from typing import Any
 
+from fusepatch import settings
 from fusepatch.engine import ledger
 from fusepatch.engine.patch import Contract, Patch, Proceed, Site, Slot
 from fusepatch.patches.upstreams import RAY
@@ -124,7 +125,7 @@ def _obstacle(given: Mapping[str, Any], submitted: Mapping[str, Any], client: bo
 
 def _variables() -> dict[str, str]:
     """Ours as any child of this process would inherit them, `FUSEPATCH=1` among them."""
-    return {name: value for name, value in os.environ.items() if name == "FUSEPATCH" or name.startswith("FUSEPATCH_")}
+    return {name: value for name, value in os.environ.items() if settings.is_own(name)}
 
 
 def fusepatch_worker_setup(theirs: Callable[[], object] | str | None = None) -> None:
@@ -207,7 +208,6 @@ PATCH = Patch(
             upstream=RAY,
             module="ray._private.worker",
             supported=">=2.7",
-            tested=">=2.40,<2.61",
             slots=(Slot("init", init, Contract(parameters=("address", "job_config", "runtime_env"), keywords=True)),),
             when_late=warn_of_running_job,
         ),

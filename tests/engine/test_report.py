@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from fusepatch.engine import ledger, report
+from fusepatch.engine import ledger
 from fusepatch.engine.patch import Outcome, Reason, SiteRecord
+from fusepatch.reporting import writer
 
 
 class Counter:
@@ -32,19 +33,19 @@ class Counter:
     def count(self, times: int = 1) -> None:
         for _ in range(times):
             self.times += 1
-            report.grown(self.times)
+            writer.grown(self.times)
 
 
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     """The clock that the writer looks at, which stands still; and a writer that has written nothing yet."""
     clock = [1000.0]
-    monkeypatch.setattr(report.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(writer.time, "monotonic", lambda: clock[0])
     for name in ("_folder", "_name", "_content", "_unwritten", "_written_at", "_warned", "_lock"):
-        monkeypatch.setattr(report, name, getattr(report, name))
-    report._folder = report._name = ""
+        monkeypatch.setattr(writer, name, getattr(writer, name))
+    writer._folder = writer._name = ""
     yield clock
-    report._content, report._unwritten = None, False
+    writer._content, writer._unwritten = None, False
 
 
 def read(folder: Path) -> list[Any]:
@@ -53,9 +54,9 @@ def read(folder: Path) -> list[Any]:
 
 def test_the_first_change_makes_the_directory_and_the_file(tmp_path: Path, now: list[float]) -> None:
     folder = tmp_path / "made" / "for it"
-    report.begin(str(folder), lambda: {"a": 1})
+    writer.begin(str(folder), lambda: {"a": 1})
     assert not folder.exists()
-    report.grown(1)
+    writer.grown(1)
     (path,) = folder.iterdir()
     host = os.uname().nodename.split(".")[0]
     assert path.name.startswith(f"{host}-")
@@ -65,7 +66,7 @@ def test_the_first_change_makes_the_directory_and_the_file(tmp_path: Path, now: 
 
 def test_few_calls_are_written_each_and_many_calls_seldom(tmp_path: Path, now: list[float]) -> None:
     counter = Counter()
-    report.begin(str(tmp_path), counter)
+    writer.begin(str(tmp_path), counter)
     counter.count(8)
     assert counter.asked == [1, 2, 3, 4, 5, 6, 7, 8]
     counter.count(992)
@@ -75,7 +76,7 @@ def test_few_calls_are_written_each_and_many_calls_seldom(tmp_path: Path, now: l
 
 def test_what_is_older_than_a_second_is_written_with_the_next_call(tmp_path: Path, now: list[float]) -> None:
     counter = Counter()
-    report.begin(str(tmp_path), counter)
+    writer.begin(str(tmp_path), counter)
     counter.count(100)
     now[0] += 0.99
     counter.count()
@@ -87,30 +88,30 @@ def test_what_is_older_than_a_second_is_written_with_the_next_call(tmp_path: Pat
 
 def test_the_end_of_the_process_writes_what_is_left(tmp_path: Path, now: list[float]) -> None:
     counter = Counter()
-    report.begin(str(tmp_path), counter)
+    writer.begin(str(tmp_path), counter)
     counter.count(100)
-    report._at_exit()
+    writer._at_exit()
     assert read(tmp_path) == [{"times": 100}]
     counter.times = 200  # a change that nobody has told of, such as the import of a module that is not patched
-    report._at_exit()
+    writer._at_exit()
     assert read(tmp_path) == [{"times": 200}]
 
 
 def test_the_end_of_a_process_in_which_nothing_happened_writes_nothing(tmp_path: Path, now: list[float]) -> None:
-    report.begin(str(tmp_path), Counter())
-    report._at_exit()
+    writer.begin(str(tmp_path), Counter())
+    writer._at_exit()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_another_directory_is_another_file_and_the_same_one_the_same(tmp_path: Path, now: list[float]) -> None:
     for folder in ("a", "a", "b", "b"):
-        report.begin(str(tmp_path / folder), Counter())
-        report.grown(1)
+        writer.begin(str(tmp_path / folder), Counter())
+        writer.grown(1)
     assert [len(list((tmp_path / folder).iterdir())) for folder in ("a", "b")] == [1, 1]
 
 
 def test_processes_that_share_host_name_pid_and_start_do_not_share_a_file(now: list[float]) -> None:
-    assert len({report._new_name() for _ in range(50)}) == 50
+    assert len({writer._new_name() for _ in range(50)}) == 50
 
 
 # Threads and forks
@@ -130,7 +131,7 @@ def test_a_thread_that_finds_another_one_writing_goes_on_and_its_change_is_writt
             told_to_go_on.append(go_on.wait(10))
         return found
 
-    report.begin(str(tmp_path), content)
+    writer.begin(str(tmp_path), content)
     slow = threading.Thread(target=counter.count)
     slow.start()
     assert writing.wait(30)
@@ -142,12 +143,12 @@ def test_a_thread_that_finds_another_one_writing_goes_on_and_its_change_is_writt
 
 
 def test_no_reader_ever_sees_half_a_file(tmp_path: Path, now: list[float]) -> None:
-    report.begin(str(tmp_path), lambda: {"filling": "x" * 200_000})
+    writer.begin(str(tmp_path), lambda: {"filling": "x" * 200_000})
     stop = threading.Event()
 
     def write() -> None:
         while not stop.is_set():
-            report.grown(1)
+            writer.grown(1)
 
     threads = [threading.Thread(target=write) for _ in range(3)]
     for thread in threads:
@@ -175,7 +176,7 @@ def in_fork(function: Callable[[], None]) -> None:
 
 def test_a_forked_child_has_a_file_of_its_own_from_its_first_change(tmp_path: Path, now: list[float]) -> None:
     counter = Counter()
-    report.begin(str(tmp_path), lambda: {**counter(), "pid": os.getpid()})
+    writer.begin(str(tmp_path), lambda: {**counter(), "pid": os.getpid()})
     counter.count(3)
     in_fork(lambda: None)
     assert read(tmp_path) == [{"times": 3, "pid": os.getpid()}]
@@ -190,9 +191,9 @@ def test_a_forked_child_has_a_file_of_its_own_from_its_first_change(tmp_path: Pa
 
 
 def test_a_fork_in_the_middle_of_a_write_leaves_a_child_that_can_write(tmp_path: Path, now: list[float]) -> None:
-    report.begin(str(tmp_path), lambda: {"pid": os.getpid()})
-    with report._lock:  # another thread is writing
-        in_fork(lambda: report.grown(1))
+    writer.begin(str(tmp_path), lambda: {"pid": os.getpid()})
+    with writer._lock:  # another thread is writing
+        in_fork(lambda: writer.grown(1))
     assert [record["pid"] != os.getpid() for record in read(tmp_path)] == [True]
 
 
@@ -230,9 +231,9 @@ def test_a_path_that_is_a_file_is_one_warning_from_whatever_rank(
     monkeypatch.setenv("RANK", "3")
     path = tmp_path / "file"
     path.write_text("not a directory")
-    report.begin(str(path), Counter())
+    writer.begin(str(path), Counter())
     for _ in range(5):
-        report.grown(1)
+        writer.grown(1)
     (warning,) = warnings(caplog)
     assert "NotADirectoryError" in warning
     assert f"FUSEPATCH_REPORT={path}" in warning
@@ -241,9 +242,9 @@ def test_a_path_that_is_a_file_is_one_warning_from_whatever_rank(
 
 
 def test_a_directory_that_cannot_be_made_is_one_warning(now: list[float], caplog: pytest.LogCaptureFixture) -> None:
-    report.begin("/proc/no such place", Counter())
-    report.grown(1)
-    report.grown(2)
+    writer.begin("/proc/no such place", Counter())
+    writer.grown(1)
+    writer.grown(2)
     assert len(warnings(caplog)) == 1
 
 
@@ -251,26 +252,26 @@ def test_a_file_that_cannot_be_written_whole_leaves_the_last_whole_one(
     tmp_path: Path, now: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
     filling = [10]
-    report.begin(str(tmp_path), lambda: {"filling": "x" * filling[0]})
-    report.grown(1)
+    writer.begin(str(tmp_path), lambda: {"filling": "x" * filling[0]})
+    writer.grown(1)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
     try:
         filling[0] = 100_000
-        report.grown(2)
-        report.grown(3)
+        writer.grown(2)
+        writer.grown(3)
         assert read(tmp_path) == [{"filling": "x" * 10}]
         assert len(list(tmp_path.iterdir())) == 1
         assert len(warnings(caplog)) == 1
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    report.grown(4)
+    writer.grown(4)
     assert read(tmp_path) == [{"filling": "x" * 100_000}]
 
 
 def test_a_directory_that_is_removed_comes_back_with_the_whole_record(tmp_path: Path, now: list[float]) -> None:
     counter = Counter()
-    report.begin(str(tmp_path / "report"), counter)
+    writer.begin(str(tmp_path / "report"), counter)
     counter.count()
     shutil.rmtree(tmp_path / "report")
     counter.count()
@@ -287,14 +288,14 @@ def test_content_that_raises_is_one_warning_and_the_next_content_is_written(
             raise RuntimeError("no such thing")
         return {"fine": True}
 
-    report.begin(str(tmp_path), content)
-    report.grown(1)
-    report.grown(2)
+    writer.begin(str(tmp_path), content)
+    writer.grown(1)
+    writer.grown(2)
     assert len(warnings(caplog)) == 1
     assert "RuntimeError: no such thing" in warnings(caplog)[0]
     assert "in content" in warnings(caplog)[0], "with its traceback"
     broken[0] = False
-    report.grown(3)
+    writer.grown(3)
     assert read(tmp_path) == [{"fine": True}]
 
 

@@ -11,7 +11,7 @@ from fusepatch.engine import versions
 from fusepatch.engine.patch import Upstream
 from kits.declarations import site
 
-TOYLIB = Upstream("toylib", ("toylib", "toylib-nightly"))
+TOYLIB = Upstream("toylib", ("toylib", "toylib-nightly"), "")
 
 
 def test_a_release_is_found_without_importing_it(library: Callable[..., str]) -> None:
@@ -46,7 +46,7 @@ def test_a_copy_without_metadata_is_found_with_what_its_module_says(library: Cal
 
 
 def test_what_is_not_there_is_not_found() -> None:
-    assert versions.find(Upstream("no_such_library", ("no-such-library",))) is None
+    assert versions.find(Upstream("no_such_library", ("no-such-library",), "")) is None
 
 
 @pytest.mark.parametrize(

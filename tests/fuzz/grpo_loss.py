@@ -185,7 +185,7 @@ def check(case: Case) -> None:
         # The line at the first call reads the source of every upstream, which takes longer than the case.
         ledger.reset(False, str)
         settings.use(
-            settings.current()._replace(grpo_loss=case.form, grpo_prefer=case.prefer, grpo_chunk_mib=case.chunk_mib)
+            settings.current()._replace(head=case.form, head_prefer=case.prefer, head_chunk_mib=case.chunk_mib)
         )
         ours = _outcome(case, case.dtype)
         fallbacks = [note.text for note in ledger.fallbacks(ID)]

@@ -16,11 +16,10 @@ def adding_hundred(proceed: Proceed, *args: object, **kwargs: object) -> object:
 def site(*slots: Slot, **changes: object) -> Site:
     """A site on the library's module, with one slot on `scale` where none is named."""
     values: dict[str, object] = {
-        "upstream": Upstream("toylib", ("toylib", "toylib-nightly")),
+        "upstream": Upstream("toylib", ("toylib", "toylib-nightly"), tested="<=1.9"),
         "module": "toylib.core",
         "slots": slots or (Slot("scale", adding_hundred, Contract(parameters=("value", "factor"))),),
         "supported": ">=1.0.dev0,<3",
-        "tested": "<=1.9",
         **changes,
     }
     return Site(**values)

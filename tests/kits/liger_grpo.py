@@ -227,7 +227,7 @@ def record() -> Any:
 def variants(index: int) -> dict[str, Any]:
     """Settings that the cases take in turn: one chunk, several groups of rows, and slices of the vocabulary."""
     prefer = "memory" if index % 3 == 2 else "speed"
-    return {"grpo_chunk_mib": 256.0 if index % 3 == 0 else SMALL_CHUNK_MIB, "grpo_prefer": prefer}
+    return {"head_chunk_mib": 256.0 if index % 3 == 0 else SMALL_CHUNK_MIB, "head_prefer": prefer}
 
 
 def differences(cases: list[Case], kind: Any) -> list[str]:

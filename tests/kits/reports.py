@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fusepatch import reports
+from fusepatch.reporting import reader
 
 BUILD = """
 import torch
@@ -23,7 +23,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 def processes(folder: Path) -> list[dict[str, Any]]:
     """The records in `folder`, each of which must be one."""
-    report = reports.read(str(folder))
+    report = reader.read(str(folder))
     assert report.not_read == ()
     return list(report.processes)
 

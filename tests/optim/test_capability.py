@@ -139,11 +139,17 @@ def test_a_step_of_its_own_is_a_caution_and_an_inherited_one_is_not() -> None:
         def step(self, closure: Any = None) -> Any:
             return super().step(closure)
 
+    class Gathering(torch.optim.AdamW):
+        def _init_group(self, group: Any, *lists: Any) -> Any:
+            return super()._init_group(group, *lists)
+
     Inheriting([parameter()])  # torch puts a profiling wrapper on the class at its first construction
     assert capability.fused(Inheriting, "AdamW", [parameter()], False, CPU).caution is None
-    assert "Stepping has a step of its own" in (
-        capability.fused(Stepping, "AdamW", [parameter()], False, CPU).caution or ""
-    )
+    for kind, words in (
+        (Stepping, "Stepping has a step of its own"),
+        (Gathering, "Gathering has a _init_group of its own"),
+    ):
+        assert words in (capability.fused(kind, "AdamW", [parameter()], False, CPU).caution or "")
 
 
 def test_tensor_classes_with_operators_of_their_own_are_a_caution() -> None:

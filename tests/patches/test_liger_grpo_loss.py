@@ -40,7 +40,7 @@ def _unpatched() -> Iterator[None]:
 
 
 def small_chunks() -> None:
-    settings.use(settings.current()._replace(grpo_chunk_mib=kit.SMALL_CHUNK_MIB))
+    settings.use(settings.current()._replace(head_chunk_mib=kit.SMALL_CHUNK_MIB))
 
 
 def left_to_upstream() -> list[str]:
@@ -410,18 +410,18 @@ def test_a_ratio_of_a_wrong_shape_raises_upstreams_assertion() -> None:
 
 
 def test_triton_where_it_cannot_run_is_an_error_at_the_call() -> None:
-    with patched(FUSEPATCH_GRPO_LOSS="triton"):
+    with patched(FUSEPATCH_HEAD="triton"):
         kind, text = error_of(Case())
     assert issubclass(kind, fusepatch.FusepatchError)
-    assert "FUSEPATCH_GRPO_LOSS=triton cannot be followed" in text
+    assert "FUSEPATCH_HEAD=triton cannot be followed" in text
     assert "unset the variable" in text
 
 
 def test_keep_leaves_upstream_alone() -> None:
     theirs = run(Case(trainable="all"), KIND)
-    with patched(FUSEPATCH_GRPO_LOSS="keep"):
+    with patched(FUSEPATCH_HEAD="keep"):
         ours = run(Case(trainable="all"), KIND)
-        assert left_to_upstream() == ["upstream's own forward: FUSEPATCH_GRPO_LOSS=keep"]
+        assert left_to_upstream() == ["upstream's own forward: FUSEPATCH_HEAD=keep"]
     assert_equal(ours, theirs, 0.0)
 
 

@@ -382,7 +382,7 @@ def test_a_cap_that_upstream_would_drop_is_said_when_it_takes_the_call(
 def test_keep_reads_no_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trained = model("gemma2")
     theirs = fused(tmp_path, trained)
-    with patched(FUSEPATCH_GRPO_LOSS="keep"):
+    with patched(FUSEPATCH_HEAD="keep"):
         torch.testing.assert_close(fused(tmp_path, trained), theirs, rtol=0, atol=0)
         assert record().replaced == ()
     assert "left out" not in caplog.text

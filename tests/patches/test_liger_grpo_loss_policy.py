@@ -259,9 +259,9 @@ def test_a_module_without_its_source_is_not_recognised(monkeypatch: pytest.Monke
 
 
 def test_a_way_to_compute_it_that_the_user_chose_is_not_dropped_in_silence(caplog: pytest.LogCaptureFixture) -> None:
-    with patched(FUSEPATCH_GRPO_LOSS="torch"):
+    with patched(FUSEPATCH_HEAD="torch"):
         call(MeanOfItsChunk)
         call(MeanOfItsChunk)
-    assert caplog.text.count("FUSEPATCH_GRPO_LOSS=torch cannot be followed in this call") == 1
-    with patched(FUSEPATCH_GRPO_LOSS="torch", FUSEPATCH_STRICT="1"), pytest.raises(fusepatch.StrictError):
+    assert caplog.text.count("FUSEPATCH_HEAD=torch cannot be followed in this call") == 1
+    with patched(FUSEPATCH_HEAD="torch", FUSEPATCH_STRICT="1"), pytest.raises(fusepatch.StrictError):
         call(MeanOfItsChunk)

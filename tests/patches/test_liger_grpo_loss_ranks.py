@@ -63,7 +63,7 @@ def counted_run(rank: int, case: Case) -> tuple[Any, int]:
 def with_and_without(rank: int, cases: list[Case]) -> list[tuple[Any, Any]]:
     theirs = [counted_run(rank, case) for case in cases]
     fusepatch.activate()
-    settings.use(settings.current()._replace(grpo_chunk_mib=kit.SMALL_CHUNK_MIB))
+    settings.use(settings.current()._replace(head_chunk_mib=kit.SMALL_CHUNK_MIB))
     ours = [counted_run(rank, case) for case in cases]
     assert kit.record().calls == len(cases)
     assert not [note for note in kit.record().fallbacks if "upstream's own" in note.text or "failed" in note.text]
@@ -96,7 +96,7 @@ def failure_on_one_rank(rank: int) -> str:
     """After the collective, the call of one rank breaks: upstream's forward would wait for the other for ever."""
     fusepatch.activate()
     if rank == 1:
-        settings.use(settings.current()._replace(grpo_prefer="nonsense"))
+        settings.use(settings.current()._replace(head_prefer="nonsense"))
     try:
         kit.run(Case(loss_type="dapo"), KIND, uneven(0))
     except fusepatch.FusepatchError as error:

@@ -59,7 +59,6 @@ PATCH = Patch(
             upstream=$upstream,$doubt
             module="$import_name.FILL_IN",  # the module that defines the target, not one that imports it
             supported=">=0",  # FILL IN: the releases in which the target has this shape and needs the patch
-            tested="==0",  # FILL IN: those of them in which you have seen it work
             slots=(Slot("FILL_IN", handle, Contract(parameters=("FILL_IN",))),),  # Class.method, or a function's name
         ),
     ),

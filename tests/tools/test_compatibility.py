@@ -6,10 +6,16 @@ import copy
 import dataclasses
 import json
 import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
+from fusepatch.engine.patch import Upstream
+from fusepatch.patches import PATCHES
 from tools import compatibility, drift, matrix
 from tools.rows import Row, rows
 
@@ -44,6 +50,47 @@ def test_a_row_that_was_not_run_is_not_on_the_page_as_applied() -> None:
     assert "\n| 1.4.0 |" in compatibility.page(RECORDED)
     assert "\n| 1.4.0 |" not in page
     assert "\n- latest with trl 1.4.0\n" in page.split("## Not run")[1]
+
+
+UPSTREAMS = sorted({site.upstream for patch in PATCHES for site in patch.sites})
+(SUITES,) = Path(__file__).parents[1].rglob("results.json")
+"""What upstreams' own test suites gave with the patches."""
+
+
+def recorded(upstream: Upstream) -> Iterator[tuple[str, Version, str]]:
+    """The row, the upstream's version and the outcome of each of its sites, where it was installed."""
+    for name, row in RECORDED["rows"].items():
+        versions = [row["versions"][each] for each in upstream.distributions if each in row["versions"]]
+        for sites in row["sites"].values():
+            if versions:
+                yield from ((name, Version(versions[0]), each) for each in sites.get(upstream.import_name, {}).values())
+
+
+@pytest.mark.parametrize("upstream", UPSTREAMS, ids=lambda upstream: upstream.import_name)
+def test_what_was_recorded_as_tested_is_in_the_tested_range_and_nothing_else(upstream: Upstream) -> None:
+    tested = SpecifierSet(upstream.tested)
+    for row, version, outcome in recorded(upstream):
+        if outcome.startswith("APPLIED"):
+            assert (outcome == "APPLIED") == tested.contains(version, prereleases=True), (row, version)
+
+
+@pytest.mark.parametrize("upstream", UPSTREAMS, ids=lambda upstream: upstream.import_name)
+def test_the_ends_of_a_tested_range_were_run(upstream: Upstream) -> None:
+    bounds = re.fullmatch(r">=([\d.]+?)(?:\.dev0)?,<([\d.]+)", upstream.tested)
+    assert bounds is not None, "the range runs from one release up to, and without, another"
+    oldest, after_newest = (tuple(map(int, bound.split("."))) for bound in bounds.groups())
+    suites = json.loads(SUITES.read_text(encoding="utf-8"))["suites"].values()
+    ran = {version.release for _, version, _ in recorded(upstream)}
+    ran -= {version.release for _, version, outcome in recorded(upstream) if outcome == "APPLIED untested"}
+    ran |= {
+        Version(suite["installed"][name]).release
+        for suite in suites
+        for name in upstream.distributions
+        if name in suite["installed"]
+    }
+    assert min(ran)[: len(oldest)] == oldest
+    *begin, last = max(ran)[: len(after_newest)]
+    assert (*begin, last + 1) == after_newest
 
 
 def test_the_recorded_outcomes_name_no_place_and_no_duration() -> None:

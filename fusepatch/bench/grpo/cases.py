@@ -85,7 +85,7 @@ half precision for logits that are rounded to it."""
 PEERS = {
     "floor": "the matrix products alone, 2 (frozen) or 3 (trainable), cuBLAS, by 2,048 rows that can carry gradient",
     "fusepatch": "the installed Liger, patched",
-    "fusepatch-memory": "the same with FUSEPATCH_GRPO_PREFER=memory (trainable heads)",
+    "fusepatch-memory": "the same with FUSEPATCH_HEAD_PREFER=memory (trainable heads)",
     "liger": "the installed Liger's LigerFusedLinearGRPOLoss, unpatched",
     "trl": "TRL's chunked log-probabilities (1.15 and later), the policy in torch",
     "verl": "verl's linear_cross_entropy, the policy in torch",

@@ -105,12 +105,12 @@ def _fusepatch() -> Maker:
 
 
 def _fusepatch_memory() -> Maker:
-    os.environ["FUSEPATCH_GRPO_PREFER"] = "memory"
+    os.environ["FUSEPATCH_HEAD_PREFER"] = "memory"
     make_plain = _fusepatch()
 
     def make(inputs: Inputs, case: Case) -> Step:
         if not case.trainable:
-            raise DoesNotApplyError("FUSEPATCH_GRPO_PREFER changes nothing for a frozen head")
+            raise DoesNotApplyError("FUSEPATCH_HEAD_PREFER changes nothing for a frozen head")
         return make_plain(inputs, case)
 
     return make

@@ -58,7 +58,7 @@ PATCH = Patch(
     ),
     fixed_in="Liger 0.8.4 makes no gradient of a frozen head; TRL 1.14 has no fused loss of Liger's",
     remove_when="no supported TRL or ms-swift calls Liger's fused linear GRPO loss",
-    variables=("FUSEPATCH_GRPO_LOSS", "FUSEPATCH_GRPO_PREFER", "FUSEPATCH_GRPO_CHUNK_MIB"),
+    variables=("FUSEPATCH_HEAD", "FUSEPATCH_HEAD_PREFER", "FUSEPATCH_HEAD_CHUNK_MIB"),
     requested_by="",
     changes=(
         "LigerFusedLinearPPOBase.forward computes log-probabilities and gradients with fusepatch.loss and calls the installed "
@@ -102,21 +102,18 @@ PATCH = Patch(
             upstream=LIGER,
             module="liger_kernel.chunked_loss.fused_linear_ppo",
             supported=">=0.5.6",
-            tested=">=0.5.6,<0.8.6",
             slots=_base_slots("LigerFusedLinearPPOBase"),
         ),
         Site(
             upstream=TRL,
             module="trl.losses.fused_linear_ppo",
             supported=">=0.17",
-            tested=">=0.17,<1.17",
             slots=_base_slots("FusedLinearPPOBase"),
         ),
         Site(
             upstream=TRL,
             module="trl.trainer.grpo_trainer",
             supported=">=0.17",
-            tested=">=0.17,<1.17",
             slots=(
                 Slot(
                     "GRPOTrainer.compute_liger_loss", model_logits.compute_liger_loss, Contract(parameters=("inputs",))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fusepatch import settings
 from fusepatch.engine import ledger
 from fusepatch.engine.patch import Proceed, Target
-from fusepatch.errors import FusepatchError
+from fusepatch.errors import LossUnavailableError
 from fusepatch.patches.liger_grpo_loss import own_code, sharded
 from fusepatch.patches.liger_grpo_loss.model_logits import ModelLogits, model_logits
 
@@ -94,10 +94,6 @@ NORMALISED_OVER_RANKS = ("dapo", "cispo", "vespo")
 UPSTREAM = "upstream's own forward: "
 
 
-class LossUnavailableError(FusepatchError, RuntimeError):
-    """The loss that was asked for cannot be computed in this call, and no other way would be right."""
-
-
 class _PolicyRaisedError(Exception):
     """Upstream's `ppo_loss_fn` raised."""
 
@@ -134,8 +130,8 @@ class _Call(NamedTuple):
 def forward(proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
     """Handler of the base's `forward(cls, ctx, ...)`: returns the loss and the metrics as upstream does."""
     ledger.count_call(ID)
-    if settings.current().grpo_loss == "keep":
-        ledger.fallback(ID, f"{UPSTREAM}FUSEPATCH_GRPO_LOSS=keep")
+    if settings.current().head == "keep":
+        ledger.fallback(ID, f"{UPSTREAM}FUSEPATCH_HEAD=keep")
         return proceed(*args, **kwargs)
     original = proceed.target.original
     try:
@@ -165,7 +161,7 @@ def backward(proceed: Proceed, ctx: Any, grad_output: Any, *grad_metrics: Any) -
 
     Also serves graphs that upstream's forward has built: the saved tensors have the same layout.
     """
-    if settings.current().grpo_loss == "keep" or not own_code.is_own(proceed.target):
+    if settings.current().head == "keep" or not own_code.is_own(proceed.target):
         return proceed(ctx, grad_output, *grad_metrics)
     from fusepatch.loss import scale_gradients
 
@@ -248,13 +244,13 @@ def _compute(call: _Call) -> PolicyLoss:
             reference_head=_reference_head(call),
             sampling_ratio=ratio,
             logit_map=_logit_map(call),
-            prefer=read.grpo_prefer,
-            chunk_mib=read.grpo_chunk_mib,
-            backend=read.grpo_loss,
+            prefer=read.head_prefer,
+            chunk_mib=read.head_chunk_mib,
+            backend=read.head,
         )
     except BackendUnavailableError as error:
         raise LossUnavailableError(
-            f"FUSEPATCH_GRPO_LOSS=triton cannot be followed: {error} Nothing was computed; unset the variable."
+            f"FUSEPATCH_HEAD=triton cannot be followed: {error} Nothing was computed; unset the variable."
         ) from error
     except _PolicyRaisedError:
         raise
@@ -414,9 +410,9 @@ def _unsupported(call: _Call) -> _Obstacle | None:
     hidden = call.get("_input")
     problem = unsupported_device(hidden.device)
     if problem is not None:
-        if settings.current().grpo_loss == "triton":
+        if settings.current().head == "triton":
             raise LossUnavailableError(
-                f"FUSEPATCH_GRPO_LOSS=triton cannot be followed: {problem}. Nothing was computed; unset the variable."
+                f"FUSEPATCH_HEAD=triton cannot be followed: {problem}. Nothing was computed; unset the variable."
             )
         return _Obstacle(problem)
     names = _parameters(call.cls.ppo_loss_fn)
@@ -535,13 +531,13 @@ def _wrong(name: str, tensor: torch.Tensor, wanted: str) -> _Obstacle:
 def _to_upstream(
     proceed: Proceed, args: tuple[Any, ...], kwargs: Mapping[str, Any], model: ModelLogits, obstacle: _Obstacle
 ) -> Any:
-    wanted = settings.current().grpo_loss
+    wanted = settings.current().head
     if wanted == "auto" or obstacle.mistake:
         ledger.fallback(ID, f"{UPSTREAM}{obstacle.text}")
     else:
         ledger.refused(
             ID,
-            f"{UPSTREAM}{obstacle.text}; FUSEPATCH_GRPO_LOSS={wanted} cannot be followed in this call; unset the variable",
+            f"{UPSTREAM}{obstacle.text}; FUSEPATCH_HEAD={wanted} cannot be followed in this call; unset the variable",
         )
     if model.described:
         ledger.refused(

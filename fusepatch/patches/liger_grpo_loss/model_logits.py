@@ -103,7 +103,7 @@ _asked: WeakKeyDictionary[Any, _Asked] = WeakKeyDictionary()
 
 def compute_liger_loss(proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
     """Handler of TRL's `GRPOTrainer.compute_liger_loss(self, model, inputs)`."""
-    if settings.current().grpo_loss == "keep":
+    if settings.current().head == "keep":
         return proceed(*args, **kwargs)
     trainer, model, inputs = inspect.signature(proceed.target.original).bind(*args, **kwargs).arguments.values()
     model = trainer.accelerator.unwrap_model(model)

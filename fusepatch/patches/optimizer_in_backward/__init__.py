@@ -65,7 +65,6 @@ PATCH = Patch(
             upstream=TRANSFORMERS,
             module="transformers.trainer",
             supported=">=4.51",
-            tested=">=4.51,<5.25",
             slots=(
                 Slot("Trainer._inner_training_loop", transformers_trainer.inner_training_loop, Contract(("args",))),
             ),
@@ -74,14 +73,12 @@ PATCH = Patch(
             upstream=VERL,
             module="verl.workers.engine.utils",
             supported=">=0.4.1",
-            tested=">=0.4.1,<0.9.2",
             slots=(Slot("prepare_micro_batches", verl_sft.prepare_micro_batches, Contract(("data",))),),
         ),
         Site(
             upstream=VERL,
             module="verl.workers.engine.fsdp.transformer_impl",
             supported=">=0.4.1",
-            tested=">=0.4.1,<0.9.2",
             slots=(
                 Slot("FSDPEngine.initialize", verl_sft.initialize),
                 Slot(
@@ -95,7 +92,6 @@ PATCH = Patch(
             upstream=TORCH,
             module=CHECKPOINTING,
             supported=">=2.4",
-            tested=">=2.11,<2.16",
             slots=(
                 Slot("_checkpoint_without_reentrant_generator", checkpointing.without_reentrant, Contract(("fn",))),
                 Slot("CheckpointFunction.forward", checkpointing.reentrant, Contract(("run_function",))),
@@ -106,7 +102,6 @@ PATCH = Patch(
             upstream=TORCH,
             module="torch.optim.optimizer",
             supported=">=2.4",
-            tested=">=2.11,<2.16",
             slots=(Slot("Optimizer.__init__", verl_sft.construct, Contract(("params", "defaults"))),),
         ),
     ),

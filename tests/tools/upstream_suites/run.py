@@ -27,7 +27,7 @@ from typing import Any
 import tomllib
 
 import fusepatch
-from fusepatch import reports
+from fusepatch.reporting import reader
 
 FOLDER = Path(__file__).parent
 SUITES = FOLDER / "suites.toml"
@@ -219,7 +219,7 @@ def _session(
 def _patches(folder: str) -> dict[str, Any]:
     """Per patch, over the processes of the run: calls, replaced values, and the fallbacks by their texts."""
     found: dict[str, Any] = {}
-    for process in reports.read(folder).processes:
+    for process in reader.read(folder).processes:
         for record in process["patches"]:
             entry = found.setdefault(record["id"], {"calls": 0, "replaced": 0, "fallbacks": Counter()})
             entry["calls"] += record["calls"]

@@ -1,15 +1,20 @@
-"""One line per patch, as `status`, `check` and `status --report` show it, with the places behind it where they are asked for."""
+"""One line per patch, as `status`, `check` and `status --report` show it, with the places behind it where they are asked for; and
+the reports of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from fusepatch import activation, settings, terminal
+from fusepatch import settings, terminal
 from fusepatch.engine.patch import Outcome, Patch, PatchRecord, Reason, SiteRecord
 from fusepatch.errors import SettingError
-from fusepatch.patches import PATCHES
+from fusepatch.patches import PATCHES, is_requested
+from fusepatch.reporting import reader
+from fusepatch.reporting.reader import Loaded, Report
 
+MAXIMUM_NOTES = 12
+"""Distinct notes printed; all of them are in the JSON."""
 WOULD_APPLY = "would apply"
 ON_REQUEST = "on request"
 
@@ -51,7 +56,7 @@ def on_request(id: str, outcome: Outcome, environ: Mapping[str, str]) -> Patch |
         read = settings.read({patch.requested_by: environ.get(patch.requested_by, "")})
     except SettingError:  # a value that another version of fusepatch could read
         return None
-    return None if activation.is_requested(patch, read) else patch
+    return None if is_requested(patch, read) else patch
 
 
 def mark(outcome: Outcome) -> str:
@@ -136,3 +141,99 @@ def listed(modules: Sequence[str]) -> str:
         f"{package}: {', '.join(names)}" if len(names) > 1 else f"{package}.{names[0]}".lstrip(".")
         for package, names in packages.items()
     )
+
+
+def of_report(report: Report, columns: int, verbose: bool) -> str:
+    """Which process trains with what, then what is not applied, what calls could not have, what could not be read."""
+    parts = ["no process has reported"]
+    if report.processes:
+        hosts = {process["host"] for process in report.processes}
+        parts = [f"{reader.count(len(report.processes), 'process', 'es')} on {reader.count(len(hosts), 'host')}"]
+        parts += [_group(processes, columns, verbose) for processes in reader.alike(report)]
+    notes = [*_not_applied(report), *_notes(report), *_not_read(report)]
+    if notes:
+        parts.append("\n".join(terminal.wrap(f"- {terminal.printable(note)}", columns) for note in notes))
+    return "\n\n".join(parts)
+
+
+def _group(processes: Sequence[dict[str, Any]], columns: int, verbose: bool) -> str:
+    pids: dict[str, list[str]] = {}
+    for process in processes:
+        pids.setdefault(process["host"], []).append(str(process["pid"]))
+    hosts = "; ".join(f"{host} {reader.few(of_it)}" for host, of_it in list(pids.items())[: reader.SHOWN])
+    if len(pids) > reader.SHOWN:
+        hosts += f"; {reader.count(len(pids) - reader.SHOWN, 'further host')}"
+    ranks = reader.ranks(processes)
+    title = f"{reader.common_role(processes)}: {reader.count(len(processes), 'process', 'es')}{f', {ranks}' if ranks else ''} ({hosts})"
+    lines = _lines(processes)
+    below = text(lines, columns, verbose, "  ") if lines else "  - no target is loaded"
+    return f"{terminal.wrap(terminal.printable(title), columns)}\n{below}"
+
+
+def _lines(processes: Sequence[dict[str, Any]]) -> list[Line]:
+    """The patches of which processes that fare alike have loaded a target."""
+    targets: dict[str, list[Loaded]] = {}
+    for target in reader.loaded_in(processes[0]):
+        targets.setdefault(target.patch, []).append(target)
+    calls: dict[str, list[int]] = {}
+    for process in processes:
+        for patch in process["patches"]:
+            calls.setdefault(patch["id"], []).append(patch["calls"])
+    return [_line(name, own, calls[name], processes[0]["settings"]) for name, own in targets.items()]
+
+
+def _line(name: str, targets: Sequence[Loaded], calls: Sequence[int], set_by_user: Mapping[str, str]) -> Line:
+    places = tuple(
+        Place(target.site["module"], target.outcome.value, str(Reason(**target.site["reason"]))) for target in targets
+    )
+    # What is wrong comes first, then what is applied: what the user switched off is said of a patch that is off everywhere.
+    target = min(targets, key=lambda target: (not target.wrong, target.outcome is not Outcome.APPLIED))
+    line = Line(mark(target.outcome), terminal.printable(name), target.outcome.value, "", places)
+    idle = on_request(name, target.outcome, set_by_user)
+    if target.outcome is not Outcome.APPLIED:
+        return line._replace(detail=short(target.outcome, Reason(**target.site["reason"])))
+    if idle is not None:
+        return line._replace(mark="-", outcome=ON_REQUEST, detail=f"set {idle.requested_by}")
+    upstreams = versions(
+        (target.site["upstream"], target.site["version"], target.site["flags"])
+        for target in targets
+        if target.outcome is Outcome.APPLIED
+    )
+    uncalled = calls.count(0)
+    none = f", none in {reader.count(uncalled, 'process', 'es')}" if 0 < uncalled < len(calls) else ""
+    return line._replace(detail=f"{upstreams}; {reader.count(sum(calls), 'call')}{none}")
+
+
+def _not_applied(report: Report) -> Iterator[str]:
+    same: dict[str, list[str]] = {}
+    for target in reader.loaded(report):
+        if target.wrong:
+            site = target.site
+            text = f"NOT APPLIED: {target.patch}: {site['module']} is loaded, but {target.outcome.value}: {Reason(**site['reason'])}"
+            same.setdefault(text, []).append(reader.who(target.process))
+    for text, processes in same.items():
+        yield f"{text}. In {reader.few(processes)}"
+
+
+def _notes(report: Report) -> Iterator[str]:
+    times: dict[tuple[str, str, str], list[int]] = {}
+    for process in report.processes:
+        for record in process["patches"]:
+            for kind, label in (("fallbacks", "not done"), ("replaced", "replaced")):
+                for note in record[kind]:
+                    times.setdefault((label, record["id"], note["text"]), []).append(note["times"])
+    for (label, patch, text), each in sorted(times.items(), key=lambda item: item[0][0])[:MAXIMUM_NOTES]:
+        yield f"{patch}: {label} {sum(each)}x in {reader.count(len(each), 'process', 'es')}: {text}"
+    if len(times) > MAXIMUM_NOTES:
+        yield f"{reader.count(len(times) - MAXIMUM_NOTES, 'further note')}: `--json` has them all"
+
+
+def _not_read(report: Report) -> Iterator[str]:
+    same: dict[str, list[str]] = {}
+    for name, why in report.not_read:
+        same.setdefault(why, []).append(name)
+    for why, names in list(same.items())[:MAXIMUM_NOTES]:
+        yield f"not read: {reader.few(names)}: {why}"
+    if len(same) > MAXIMUM_NOTES:
+        further = sum(map(len, list(same.values())[MAXIMUM_NOTES:]))
+        yield f"not read: {reader.count(further, 'further file')}: `--json` names them all"

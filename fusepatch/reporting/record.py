@@ -9,11 +9,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import fusepatch
 from fusepatch import settings
-from fusepatch.engine import hooks
+from fusepatch._version import __version__
+from fusepatch.engine import hooks, notice
 from fusepatch.engine.patch import Outcome, PatchRecord, Reason
-from fusepatch.patches import roles
+from fusepatch.reporting import role
 
 FORMAT = 1
 """Changes when a reader of the old form would misread the new one."""
@@ -93,13 +93,13 @@ def of_this_process(records: Sequence[PatchRecord]) -> dict[str, Any]:
         site["loaded"] = site["outcome"] not in _BEFORE_THE_IMPORT or _is_loaded(site["module"])
     return {
         "format": FORMAT,
-        "fusepatch": fusepatch.__version__,
+        "fusepatch": __version__,
         "host": os.uname().nodename,
         "pid": os.getpid(),
         "parent": os.getppid(),
-        "rank": roles.rank(os.environ),
-        "world_size": roles.world_size(os.environ),
-        "role": roles.role(),
+        "rank": notice.rank(os.environ),
+        "world_size": role.world_size(os.environ),
+        "role": role.role(),
         "python": ".".join(map(str, sys.version_info[:3])),
         "upstreams": {site["upstream"]: site["version"] for site in sites if site["loaded"] and site["version"]},
         "settings": dict(settings.current().set_by_user),

@@ -1,4 +1,4 @@
-"""The command line: `python -m fusepatch`, and the `fusepatch` script.
+"""The commands, their options and their exit statuses.
 
 The package does not activate itself in this process (see `fusepatch/__init__.py`): only `check` does, by its own call.
 """
@@ -11,18 +11,21 @@ import importlib
 import json
 import os
 import platform
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
-import fusepatch
-from fusepatch import activation, patch_lines, process_record, reports, settings, terminal
+from fusepatch import activation, patches, settings, terminal
+from fusepatch._version import __version__
+from fusepatch.cli import run, show
 from fusepatch.engine import ledger
 from fusepatch.engine.patch import Outcome, PatchRecord, Reason, SiteRecord
-from fusepatch.errors import FusepatchError, SettingError
-from fusepatch.patches import PATCHES
+from fusepatch.errors import FusepatchError
+from fusepatch.explain import page
+from fusepatch.reporting import reader
+from fusepatch.reporting.reader import Report
+from fusepatch.reporting.record import as_data
 
 USAGE = 2
 """Exit status for a wrong argument, an unknown patch id, a variable whose value cannot be read."""
@@ -32,8 +35,6 @@ READER_GONE = 1
 """Exit status of `bench` whose reader has gone; what the other commands have to say is complete by then."""
 INTERRUPTED = 130
 """Exit status after Ctrl-C; the usual one of shells."""
-REFUSED = 125
-"""Exit status of `run` where the program was not started; the usual one of commands that start others."""
 
 CHECK_STATUS = {
     Outcome.APPLIED: 0,
@@ -102,18 +103,6 @@ not applied (8); without --require, 3 where no process has loaded any target.
 A file in DIR that is no report is named and does not count.
 """
 
-_RUN_HELP = """\
-Starts a program with the patches switched on, in it and in its child
-processes, without an import in its code: sets FUSEPATCH=1 and becomes
-`python ARGUMENTS`. Everything after `run` is the interpreter's own: options
-(-u, -W error, -X dev), then a script, -m MODULE or -c CODE, then arguments.
-With FUSEPATCH=0 in the environment the program runs unpatched.
-
-exit status: the program's own; 125 where it was not started (the start-up
-file is not installed in this interpreter, or a FUSEPATCH_* value cannot be
-read)
-"""
-
 
 class Answer(NamedTuple):
     """What a command has to say: the text for stdout, the exit status, and messages for stderr."""
@@ -127,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status; `run` does not return, since it becomes the program that it starts."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        return _run(given[1:]) if _is_run(given) else _answered(given)
+        return run.become(given[1:]) if _is_run(given) else _answered(given)
     except FusepatchError as error:
         terminal.complain(str(error))
         return USAGE
@@ -169,7 +158,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Version-gated patches for the post-training stack that is installed.",
         epilog=f"`{program} COMMAND --help` says more.",
     )
-    parser.add_argument("-V", "--version", action="version", version=f"fusepatch {fusepatch.__version__}")
+    parser.add_argument("-V", "--version", action="version", version=f"fusepatch {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
 
     def add(
@@ -198,7 +187,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     check.add_argument("--json", action="store_true", help="print the records as JSON")
     check.add_argument("--report", metavar="DIR", help="check the processes of a run instead")
-    ids = "".join(f"\n  {patch.id}" for patch in PATCHES)
+    ids = "".join(f"\n  {patch.id}" for patch in patches.PATCHES)
     explain = add(
         "explain",
         _explain,
@@ -216,7 +205,7 @@ def _parser() -> argparse.ArgumentParser:
         "run",
         lambda options: parser.error("run needs a script, -m MODULE or -c CODE"),
         "start a program with the patches switched on",
-        _RUN_HELP,
+        run.HELP,
         usage=f"{program} run [PYTHON OPTIONS] [-m MODULE | -c CODE | SCRIPT] [ARGUMENTS]",
     )
     add(
@@ -229,7 +218,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _ids(text: str) -> tuple[str, ...]:
-    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    names = settings.names(text)
     if not names:
         raise argparse.ArgumentTypeError(f"wanted the id of a patch or several with commas, found {text!r}")
     return names
@@ -237,12 +226,12 @@ def _ids(text: str) -> tuple[str, ...]:
 
 def _status(options: argparse.Namespace) -> Answer:
     if options.report is not None:
-        report = reports.read(options.report)
-        return Answer(_json(reports.as_data(report)) if options.json else _report_text(report, options.verbose))
+        report = reader.read(options.report)
+        return Answer(_json(reader.as_data(report)) if options.json else _report_text(report, options.verbose))
     records = activation.planned(os.environ)
     unknown = tuple(map(settings.unknown_name, settings.read(os.environ).unknown))
     if options.json:
-        return Answer(_json(list(map(process_record.as_data, records))), complaints=unknown)
+        return Answer(_json(list(map(as_data, records))), complaints=unknown)
     more = "`explain ID` describes a patch, `check` applies them for real."
     parts = [
         f"{_this_process()}: what a fresh process would do",
@@ -256,7 +245,7 @@ def _status(options: argparse.Namespace) -> Answer:
 
 def _check(options: argparse.Namespace) -> Answer:
     for required in options.require:
-        activation.explain(required)  # an unknown id stops here
+        patches.find(required)  # an unknown id stops here
     if options.report is not None:
         return _check_report(options)
     records = activation.planned(os.environ)
@@ -272,7 +261,7 @@ def _check(options: argparse.Namespace) -> Answer:
     else:
         status = max(CHECK_STATUS[record.outcome] for record in records)
     if options.json:
-        return Answer(_json(list(map(process_record.as_data, records))), status)
+        return Answer(_json(list(map(as_data, records))), status)
     parts = [
         f"{_this_process()}: what was applied here",
         _lines(records, options.verbose, planned=False),
@@ -282,36 +271,34 @@ def _check(options: argparse.Namespace) -> Answer:
 
 
 def _check_report(options: argparse.Namespace) -> Answer:
-    report = reports.read(options.report)
+    report = reader.read(options.report)
     if options.require:
-        problems = reports.missing(report, options.require)
+        problems = reader.missing(report, options.require)
         status = REQUIRED if problems else 0
-    elif reports.loaded(report):
-        outcomes = reports.not_applied(report)
+    elif reader.loaded(report):
+        outcomes = reader.not_applied(report)
         problems = [f"{patch} is {outcome.value}" for patch, outcome in outcomes]
         status = max((CHECK_STATUS[outcome] for _, outcome in outcomes), default=0)
     else:
         problems = ["no process has loaded a target of any patch"]
         status = CHECK_STATUS[Outcome.ABSENT]
     if options.json:
-        return Answer(_json(reports.as_data(report)), status)
+        return Answer(_json(reader.as_data(report)), status)
     verdict = "; ".join(problems)
     if not problems:
-        verdict = (
-            f"applied wherever a target is loaded, or switched off by you: {reports.used(report, options.require)}"
-        )
+        verdict = f"applied wherever a target is loaded, or switched off by you: {reader.used(report, options.require)}"
     verdict = terminal.wrap(terminal.printable(f"exit status {status}: {verdict}"), terminal.width())
     return Answer(f"{_report_text(report, options.verbose)}\n\n{verdict}", status)
 
 
-def _report_text(report: reports.Report, verbose: bool) -> str:
+def _report_text(report: Report, verbose: bool) -> str:
     head = terminal.printable(f"{_this_process()}: the processes that report to {report.folder}")
-    return f"{head}\n{reports.text(report, terminal.width(), verbose)}"
+    return f"{head}\n{show.of_report(report, terminal.width(), verbose)}"
 
 
 def _lines(records: Sequence[PatchRecord], verbose: bool, planned: bool) -> str:
-    lines = patch_lines.of_records(records, os.environ, planned)
-    return patch_lines.text(lines, terminal.width(), verbose)
+    lines = show.of_records(records, os.environ, planned)
+    return show.text(lines, terminal.width(), verbose)
 
 
 def _verdict(status: int, records: Sequence[PatchRecord], missing: Sequence[PatchRecord]) -> str:
@@ -345,13 +332,16 @@ def _import_failure(site: SiteRecord, error: BaseException) -> SiteRecord:
 
 
 def _explain(options: argparse.Namespace) -> Answer:
-    return Answer(terminal.wrap(activation.explain_planned(options.id, os.environ), terminal.width()))
+    patch = patches.find(options.id)
+    planned = next(record for record in activation.planned(os.environ) if record.id == patch.id)
+    text = page(patch, planned, settings.read(os.environ), "In a fresh process")
+    return Answer(terminal.wrap(text, terminal.width()))
 
 
 def _env(options: argparse.Namespace) -> Answer:
     columns = terminal.width()
-    names = [name for name in sorted(os.environ) if name == "FUSEPATCH" or name.startswith("FUSEPATCH_")]
-    problems = {name: problem for name in names if (problem := _problem({name: os.environ[name]}))}
+    names = [name for name in sorted(os.environ) if settings.is_own(name)]
+    problems = {name: problem for name in names if (problem := run.problem({name: os.environ[name]}))}
     blocks = []
     for variable in settings.TABLE:
         own = [name for name in names if settings.find(name) is variable and not settings.is_unknown(name)]
@@ -361,12 +351,12 @@ def _env(options: argparse.Namespace) -> Answer:
         for label, text in (
             ("accepted", variable.values),
             ("meaning", variable.meaning),
-            ("read by", variable.read_by),
+            ("read by", ", ".join(patches.readers(variable.name)) or "start-up"),
         ):
             block.append(terminal.labelled(label, text.replace("`", ""), columns))
         blocks.append("\n".join(block))
     blocks += [terminal.wrap(settings.unknown_name(name), columns) for name in names if settings.is_unknown(name)]
-    together = [] if problems else [_problem(os.environ)]
+    together = [] if problems else [run.problem(os.environ)]
     wrong = tuple(problem for problem in (*problems.values(), *together) if problem)
     return Answer("\n\n".join(blocks) + "\n\n", USAGE if wrong else 0, wrong)
 
@@ -378,7 +368,7 @@ def _values(variable: settings.Variable, names: Sequence[str], problems: Mapping
         text = os.environ[name].strip()
         shown = f"{name}={text}" if variable.is_family else text
         source = "from the environment"
-        if (name, text) == (activation.SWITCH, "1"):
+        if (name, text) == (settings.SWITCH, "1"):
             source += ": set by you, or exported by an active process that started this one"
         if not text:
             yield f"{shown}(empty, which counts as not set; {source})"
@@ -388,88 +378,9 @@ def _values(variable: settings.Variable, names: Sequence[str], problems: Mapping
             yield f"{shown} ({source})"
 
 
-def _problem(environ: Mapping[str, str]) -> str | None:
-    try:
-        activation.read_settings(environ)
-    except SettingError as error:
-        return str(error)
-    return None
-
-
-def _run(arguments: list[str]) -> int:
-    """Become `python ARGUMENTS` with the patches switched on; returns only where that is refused."""
-    try:
-        problem = _problem(os.environ) or _started(arguments)
-    except OSError as error:
-        problem = f"{sys.executable} could not be started: {type(error).__name__}: {error}."
-    terminal.complain(f"{problem} The program was not started.")
-    return REFUSED
-
-
-def _started(arguments: list[str]) -> str:
-    """Start the program, or return why that would be in vain."""
-    own = _own_interpreter_options()
-    if settings.read(os.environ).switch is False:
-        terminal.complain("FUSEPATCH=0 is set, so the program runs unpatched; unset it to have the patches")
-        _become_python([*own, *arguments], dict(os.environ))
-    options = [*own, *_interpreter_options(arguments)]
-    if _startup_is_installed(options):
-        _become_python([*own, *arguments], {**os.environ, activation.SWITCH: "1"})
-    return (
-        f"{' '.join([sys.executable, *options])} does not read fusepatch's start-up file, so `run` would switch nothing on: "
-        f"fusepatch.pth and fusepatch_startup.py must lie in its site-packages (a checkout on PYTHONPATH does not put them "
-        f"there, and -S keeps them out). Install fusepatch there with pip, or write `import fusepatch` at the top of the "
-        f"program."
-    )
-
-
-def _become_python(arguments: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
-    terminal.finish()
-    os.execve(sys.executable, [sys.executable, *arguments], environ)
-
-
-def _own_interpreter_options() -> list[str]:
-    """The options that this interpreter was started with: `-u` of `python -u -m fusepatch run ...`."""
-    words = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]
-    return _interpreter_options(words)
-
-
-def _interpreter_options(words: Sequence[str]) -> list[str]:
-    """The interpreter's options at the head of its command line, up to the script, `-m`, `-c` or `-`."""
-    options: list[str] = []
-    rest = iter(words)
-    for word in rest:
-        if not word.startswith("-") or word in ("-", "-c", "-m"):
-            break
-        letters = word[1:]
-        ends = min((letters.find(letter) for letter in "cm" if letter in letters), default=-1)
-        takes_value = min((letters.find(letter) for letter in "WX" if letter in letters), default=-1)
-        if not word.startswith("--") and ends >= 0 and not 0 <= takes_value < ends:
-            options.extend([f"-{letters[:ends]}"] if ends else [])
-            break
-        options.append(word)
-        if word == "--check-hash-based-pycs" or (takes_value >= 0 and takes_value == len(letters) - 1):
-            options.extend([value] if (value := next(rest, None)) is not None else [])
-    return options
-
-
-def _startup_is_installed(options: Sequence[str]) -> bool:
-    """Ask an interpreter with these options whether it has read the start-up file and would find the package."""
-    probe = "import sys, importlib.util as u; sys.exit('fusepatch_startup' not in sys.modules or not u.find_spec('fusepatch'))"
-    asked = subprocess.run(
-        [sys.executable, *options, "-c", probe],
-        env={**os.environ, activation.SWITCH: "1"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        check=False,
-    )
-    return asked.returncode == 0
-
-
 def _json(data: Any) -> str:
     return json.dumps(data, indent=2)
 
 
 def _this_process() -> str:
-    return f"fusepatch {fusepatch.__version__}, Python {platform.python_version()}"
+    return f"fusepatch {__version__}, Python {platform.python_version()}"
