@@ -20,7 +20,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 from fusepatch.engine import contract, holders, ledger
-from fusepatch.engine.patch import Handler, Site, Slot, Target
+from fusepatch.engine.patch import PASSES, Handler, Site, Slot, Target
 from fusepatch.errors import FusepatchError
 
 lock = threading.RLock()
@@ -73,6 +73,8 @@ class _Installed:
         self.module = module
         self.target = target
         self.raw = raw
+        # A module that ran anew has a second target of the same name, and the wrapper of the first may still be held somewhere.
+        self.key = target.key if target.key not in _targets else f"{target.key} (wrapper {len(_targets) + 1})"
         self.wrapper: object = None
         self.places = [place]
         self.links: list[_Link] = []
@@ -93,11 +95,12 @@ class _Installed:
     def relink(self) -> None:
         call = self.target.original
         for link in reversed(self.links):
-            call = _linked(link.patch, link.handler, call, self.target.key)
+            call = _linked(link.patch, link.handler, call, self.key)
         self.chain[:] = [call]
 
 
 _targets: dict[str, Target] = {}
+"""By the key of what wraps them."""
 _slots: dict[str, list[_Installed]] = {}
 """By the target's module, the newest last. A slot whose last handler was removed stays, and so does one that a module has left
 behind by running again: their wrappers may be held by name somewhere."""
@@ -346,7 +349,7 @@ def _wrap(owner: Any, attribute: str, path: str, module: ModuleType, site: Site)
     shape = raw if raw is not _MISSING else inspect.getattr_static(owner, attribute)
     original = _function(owner, attribute)
     installed = _Installed(module, Target(module.__name__, path, original), raw, _Place(owner, attribute))
-    _targets[installed.target.key] = installed.target
+    _targets[installed.key] = installed.target
     wrapper = _wrapper(original, installed.chain)
     if raw is _MISSING:  # found under the subclass's name, as by pickle
         wrapper.__module__, wrapper.__qualname__ = owner.__module__, f"{owner.__qualname__}.{attribute}"
@@ -420,6 +423,8 @@ def _linked(patch: str, handler: Handler, call: Callable[..., Any], key: str) ->
         except FusepatchError:
             raise
         except Exception as error:
+            if _passes(error):
+                raise
             if proceed.raised is not None:
                 if _comes_from(error, proceed.raised):
                     raise
@@ -434,6 +439,12 @@ def _linked(patch: str, handler: Handler, call: Callable[..., Any], key: str) ->
     return linked
 
 
+def _passes(error: Exception) -> bool:
+    with suppress(Exception):  # an exception's class can make any attribute of it raise
+        return bool(vars(error).get(PASSES))
+    return False
+
+
 def _comes_from(error: Exception, upstreams: BaseException) -> bool:
     """Whether the error is upstream's, or was raised from it on purpose."""
     with suppress(Exception):  # an exception's class can make any attribute of it raise
@@ -445,6 +456,7 @@ def _record_broken_handler(patch: str, key: str, error: Exception, proceed: _Pro
     became = "the call ran as upstream wrote it"
     if proceed.entered:
         became = f"upstream's code had run, and its {'error' if proceed.raised else 'result'} is what the caller gets"
+    key = _targets[key].key
     kind = f"broken: {key} {type(error).__name__}"
     try:
         trace = traceback.format_exc(limit=-3)

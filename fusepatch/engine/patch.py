@@ -10,6 +10,9 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
+PASSES = "fusepatch_passes"
+"""An exception with this attribute goes to the caller: a signal of whatever runs the handler, not a fault of the handler."""
+
 
 class Outcome(enum.Enum):
     """What became of one site."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from fusepatch import settings
 from fusepatch.engine import ledger
 from fusepatch.engine.callers import calling_module, is_below
-from fusepatch.engine.patch import Contract, Patch, Proceed, Site, Slot
+from fusepatch.engine.patch import PASSES, Contract, Patch, Proceed, Site, Slot
 from fusepatch.errors import FusepatchError
 from fusepatch.patches.frameworks import own_values
 from fusepatch.patches.upstreams import TORCH
@@ -498,7 +498,11 @@ def init_group(proceed: Proceed, optimizer: Any, group: Any, *args: Any, **kwarg
         lists = {name: value for name, value in given.items() if isinstance(value, list)}
         if ours and not group.get("fused") and _is_traced():
             # Dynamo has read the group's flag already.
-            raise sys.modules["torch._dynamo.exc"].RestartAnalysis(restart_reason="the optimizer's group is not fused")
+            restart = sys.modules["torch._dynamo.exc"].RestartAnalysis(
+                restart_reason="the optimizer's group is not fused"
+            )
+            setattr(restart, PASSES, True)
+            raise restart
         _look(optimizer, managed, group, lambda: _after(optimizer, managed, lists, ours), lists.get("state_steps", []))
         return result
     finally:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from fusepatch.loss import LogitMap
@@ -32,3 +34,13 @@ def exact(
     values = torch.where(inside, chosen, 0.0) - normaliser
     (gradient,) = torch.autograd.grad(values.sum(), raw)
     return values.detach(), normaliser.detach(), gradient
+
+
+def check_infinite_logit(form: Any, logits: torch.Tensor) -> None:
+    targets = torch.tensor([3, 3])
+    found = torch.empty((3, 2))
+    form.log_sum_exp(logits.clone(), targets, None, LogitMap(), found[0], found[1])
+    assert found[:2].isnan().tolist() == [[True, False]] * 2
+    form.exponentials(logits, logits, targets, None, LogitMap(), found[0], found[1], found[2], 1.0)
+    assert found[:2].isnan().tolist() == [[True, False]] * 2
+    assert (logits * found[2].unsqueeze(1)).isnan().any(dim=1).tolist() == [True, False]

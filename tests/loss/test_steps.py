@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 from fusepatch.loss import LogitMap, steps
-from kits.loss_steps import MAPS, exact, make
+from kits.loss_steps import MAPS, check_infinite_logit, exact, make
 
 
 @pytest.mark.parametrize("logit_map", MAPS)
@@ -59,13 +57,3 @@ def test_an_infinite_logit_makes_its_row_nan(column: int) -> None:
     logits = torch.randn(2, 8)
     logits[0, column] = float("inf")
     check_infinite_logit(steps, logits)
-
-
-def check_infinite_logit(form: Any, logits: torch.Tensor) -> None:
-    targets = torch.tensor([3, 3])
-    found = torch.empty((3, 2))
-    form.log_sum_exp(logits.clone(), targets, None, LogitMap(), found[0], found[1])
-    assert found[:2].isnan().tolist() == [[True, False]] * 2
-    form.exponentials(logits, logits, targets, None, LogitMap(), found[0], found[1], found[2], 1.0)
-    assert found[:2].isnan().tolist() == [[True, False]] * 2
-    assert (logits * found[2].unsqueeze(1)).isnan().any(dim=1).tolist() == [True, False]

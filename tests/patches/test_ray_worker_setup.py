@@ -166,7 +166,7 @@ def test_the_hook_says_what_is_wrong_and_goes_on_to_the_users() -> None:
     assert "NOT ACTIVE in the Ray worker" in bad.stderr
     assert "SettingError: FUSEPATCH_STRICT='maybe'" in bad.stderr
     assert "Traceback" not in bad.stderr
-    faulty = run_hook(before="sys.modules['wrapt'] = None", FUSEPATCH="1")
+    faulty = run_hook(before="sys.modules['fusepatch.activation'] = None", FUSEPATCH="1")
     assert faulty.returncode == 0
     assert "ModuleNotFoundError" in faulty.stderr
     assert "Traceback" in faulty.stderr

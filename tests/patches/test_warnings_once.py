@@ -20,11 +20,9 @@ def test_gradients_that_are_not_finite(caplog: pytest.LogCaptureFixture) -> None
     assert len(caplog.records) == 1
 
 
-def test_a_scale_that_upstreams_forward_leaves_out(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fused_linear_ppo, "model_logits", lambda: model_logits.ModelLogits(2.0, None))
+def test_a_scale_that_upstreams_forward_leaves_out(caplog: pytest.LogCaptureFixture) -> None:
+    model = model_logits.ModelLogits(model_logits.Map(scale=2.0))
     for step in range(20):
         obstacle = fused_linear_ppo._Obstacle(f"a shape of batch {step}")
-        assert fused_linear_ppo._to_upstream(lambda: "upstream", (), {}, obstacle) == "upstream"
+        assert fused_linear_ppo._to_upstream(lambda: "upstream", (), {}, model, obstacle) == "upstream"
     assert len(caplog.records) == 1
