@@ -409,6 +409,10 @@ def test_installing_beside_the_liger_nightly_changes_no_other_distribution(wheel
 
     assert {line for line in distributions(python) if not line.startswith("fusepatch")} == before
     done = subprocess.run(
-        [python.parent / "fusepatch", "status", "-v"], capture_output=True, text=True, check=True, env={"COLUMNS": "200"}
+        [python.parent / "fusepatch", "status", "-v"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"COLUMNS": "200"},
     )
     assert "liger_kernel_nightly" in done.stdout.replace("-", "_")

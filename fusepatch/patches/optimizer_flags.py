@@ -69,7 +69,7 @@ class _Managed:
         self.passed: Mapping[str, Passed] = {}
         self.plain_call: Mapping[str, Any] = {}
         self.plain: list[tuple[dict[str, Any], Mapping[str, Any]]] = []
-        self.judged: dict[int, Any] = {}
+        self.judged: dict[tuple[int, bool], Any] = {}
         self.looking = False
         self.warned = False
 
@@ -543,17 +543,18 @@ def _before(optimizer: Any, managed: _Managed, group: dict[str, Any], ours: bool
         return "the step is compiled, which fuses it in torch.compile's own way"
     parameters = group["params"]
     places = layout.places(parameters)
-    key = id(parameters[0]) if parameters else 0
+    # A verdict on a flag that somebody else set says less than one on ours.
+    key = (id(parameters[0]) if parameters else 0, ours)
     if managed.judged.get(key) == places:
         return None
     devices = _devices(optimizer.param_groups)
     verdict = capability.fused(type(optimizer), managed.name, parameters, bool(group.get("differentiable")), devices)
-    if not ours:
-        return verdict.wrong
-    reason = verdict.obstacle or verdict.wrong or (verdict.caution if _request().fused is not True else None)
     unmade = [parameter for parameter in parameters if parameter.is_meta]
-    if reason is None and any(parameter.grad is not None for parameter in unmade):
-        reason = "its parameters are still on the meta device"
+    reason = verdict.wrong
+    if ours:
+        reason = verdict.obstacle or reason or (verdict.caution if _request().fused is not True else None)
+        if reason is None and any(parameter.grad is not None for parameter in unmade):
+            reason = "its parameters are still on the meta device"
     if reason is None and not unmade:
         managed.judged[key] = places
     return reason

@@ -282,6 +282,31 @@ def test_a_fused_that_is_not_ours_stays_and_is_warned_of(caplog: pytest.LogCaptu
         assert "pass fused=False" in caplog.text
 
 
+@pytest.mark.parametrize("passed", [{"fused": True}, {}], ids=["the framework's", "ours"])
+def test_parameters_are_judged_once_and_again_when_their_memory_changes(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, passed: dict[str, Any]
+) -> None:
+    from fusepatch.optim import capability
+
+    judged = []
+    judge = capability.fused
+    with active():
+        parameters = [torch.nn.Parameter(numbers(3, 4)) for _ in range(2)]
+        groups = [{"params": [parameter]} for parameter in parameters]
+        optimizer = trainer.construct(torch.optim.AdamW, groups, lr=0.1, **passed)
+        monkeypatch.setattr(capability, "fused", lambda *given: (judged.append(given), judge(*given))[1])
+        for _ in range(3):
+            train(optimizer)
+        assert len(judged) == 2
+        assert flags(optimizer, "fused") == [(True,), (True,)]
+        parameters[0].data = torch.zeros(3, 8)[:, ::2]
+        parameters[0].grad = torch.zeros(3, 4)
+        optimizer.step()
+        assert len(judged) == 3
+        assert bool(caplog.text.count("fused")) == bool(passed)
+        assert flags(optimizer, "fused")[0] == ((True,) if passed else (None,))
+
+
 def test_a_request_for_fused_is_refused_where_memory_forbids_it(caplog: pytest.LogCaptureFixture) -> None:
     with active(OPTIMIZER_FUSED=1):
         optimizer = trainer.construct(torch.optim.AdamW, halves(), lr=0.1, fused=True)
