@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
 import itertools
 import logging
 import os
@@ -30,7 +29,7 @@ def modules(only: str | None = None) -> dict[str, Any]:
     """The modules of this package that sample, imported, by name."""
     os.environ.update(ENVIRONMENT)
     logging.getLogger("fusepatch").addHandler(logging.NullHandler())
-    names = [name for name in MODULES if only in (None, name) and importlib.util.find_spec(f"fuzz.{name}")]
+    names = [name for name in MODULES if only in (None, name)]
     return {name: importlib.import_module(f"fuzz.{name}") for name in names}
 
 
