@@ -17,8 +17,9 @@ import fusepatch
 from fusepatch import errors, settings
 from fusepatch.patches import PATCHES
 
-PACKAGE = Path(fusepatch.__file__).parent
-DOCS = PACKAGE.parent / "docs"
+CHECKOUT = Path(__file__).parent.parent
+PACKAGE = CHECKOUT / "fusepatch"
+DOCS = CHECKOUT / "docs"
 
 ERRORS = "fusepatch.errors"
 FOUNDATION = {ERRORS, "fusepatch._version", "fusepatch.settings"}

@@ -243,4 +243,5 @@ def test_a_page_that_cannot_be_written_is_said(checkout: Path) -> None:
     assert done.returncode == 2
     text = " ".join(done.stderr.split())
     assert "the patch was written, its page was not" in text
-    assert "there is no folder docs" in text
+    assert "`python -m docs.generate`" in text
+    assert "ended with exit status" in text

@@ -111,7 +111,7 @@ def trainer(ranks: int, folder: Path, as_main: bool, *overrides: str) -> Any:
 
 
 class Seen(NamedTuple):
-    """The weights at the end, how many gradients the steps found, and what fusepatch recorded."""
+    """The weights at the end, how many gradients each step left, and what fusepatch recorded."""
 
     weights: list[float]
     gradients: list[int]
@@ -127,12 +127,11 @@ def train(built: Any, rank: int, steps: range) -> list[int]:
     from tensordict import TensorDict
 
     gradients: list[int] = []
-    built.optimizer.register_step_pre_hook(
-        lambda *_: gradients.append(sum(p.grad is not None for p in built.fsdp_model.parameters()))
-    )
     for step in steps:
         rows = [Rows()[8 * step + 4 * rank + row] for row in range(4)]
         built.training_step(TensorDict({key: torch.stack([row[key] for row in rows]) for key in rows[0]}, batch_size=4))
+        # The script clears gradients at the start of the next step.
+        gradients.append(sum(parameter.grad is not None for parameter in built.fsdp_model.parameters()))
     return gradients
 
 
