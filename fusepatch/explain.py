@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from fusepatch import settings
-from fusepatch.engine.patch import Outcome, Patch, PatchRecord, SiteRecord
+from fusepatch.engine.patch import Outcome, Patch, PatchRecord
 from fusepatch.patches import PATCHES, is_requested
 
 
@@ -22,10 +22,11 @@ def page(patch: Patch, record: PatchRecord, read: settings.Settings, where: str)
         lines.append(f"  It changes nothing until {patch.requested_by} is set.")
     lines += ["", "Upstream:", *(f"  - {link}" for link in patch.upstream)]
     lines += ["", f"Fixed in: {patch.fixed_in}", f"Can be removed when: {patch.remove_when}"]
-    lines += ["", f"{where}: {record.outcome.value}"]
+    told = f": {record.reason}" if record.outcome is Outcome.APPLIED and record.waiting else ""
+    lines += ["", f"{where}: {record.outcome.value}{told}"]
     same: dict[str, list[str]] = {}
     for site in record.sites:
-        same.setdefault(describe_site(site), []).append(site.module)
+        same.setdefault(str(site), []).append(site.module)
     lines += [f"  {', '.join(modules)}: {text}" for text, modules in same.items()]
     lines += [f"  replaced {note.times}x: {note.text}" for note in record.replaced]
     lines += [f"  not done {note.times}x: {note.text}" for note in record.fallbacks]
@@ -39,7 +40,7 @@ def summary(records: Sequence[PatchRecord], read: settings.Settings) -> str:
     """
     asked_for = {patch.id for patch in PATCHES if is_requested(patch, read)}
     relevant = [record for record in records if record.id in asked_for and _concerns_this_environment(record)]
-    applied = [record.id for record in relevant if record.outcome is Outcome.APPLIED]
+    applied = [_with_waiting(record) for record in relevant if record.outcome is Outcome.APPLIED]
     waiting = [record.id for record in relevant if record.outcome is Outcome.PENDING]
     told = (Outcome.APPLIED, Outcome.PENDING)
     others = [f"{record.id} {record.outcome.value}" for record in relevant if record.outcome not in told]
@@ -51,10 +52,8 @@ def summary(records: Sequence[PatchRecord], read: settings.Settings) -> str:
     return f"{'; '.join(parts)}. `python -m fusepatch status` and `fusepatch.status()` say why."
 
 
-def describe_site(site: SiteRecord) -> str:
-    """Outcome, flags and reason of a site in one sentence."""
-    flags = f" ({', '.join(site.flags)})" if site.flags else ""
-    return f"{site.outcome.value}{flags}: {site.reason}"
+def _with_waiting(record: PatchRecord) -> str:
+    return f"{record.id} (waiting: {', '.join(record.waiting)})" if record.waiting else record.id
 
 
 def _concerns_this_environment(record: PatchRecord) -> bool:

@@ -346,6 +346,31 @@ def test_a_value_that_cannot_be_read_is_explained(arguments: list[str], env: dic
         assert value in done.stderr
 
 
+def test_status_and_check_say_the_same_of_a_module_without_its_targets(
+    liger_in_place_of_the_real_one: Callable[..., dict[str, str]],
+) -> None:
+    env = {**ONLY_LIGER, **liger_in_place_of_the_real_one("LIGER = 1", "0.8.0")}
+    (before,) = records(command("status", "--json", env=env))[LIGER]["sites"]
+    done = command("check", "--json", env=env)
+    (after,) = records(done)[LIGER]["sites"]
+    assert after == before
+    assert (after["outcome"], done.returncode) == ("ABSENT", 3)
+    assert after["reason"]["found"].startswith(f"liger_kernel 0.8.0: {LIGER_MODULE} has no _apply_liger_kernel")
+
+
+def test_check_imports_what_its_source_does_not_show(
+    liger_in_place_of_the_real_one: Callable[..., dict[str, str]],
+) -> None:
+    source = """
+        exec("def _apply_liger_kernel_to_instance(model, **kwargs): ...")
+        exec("def _apply_liger_kernel(model_type, **kwargs): ...")
+        exec("def apply_liger_kernel_to_llama(model=None): ...")
+    """
+    env = {**ONLY_LIGER, **liger_in_place_of_the_real_one(source, "0.8.0")}
+    assert records(command("status", "--json", env=env))[LIGER]["outcome"] == "ABSENT"
+    assert records(command("check", "--json", env=env))[LIGER]["outcome"] == "APPLIED"
+
+
 # check
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import fusepatch
-from fusepatch.engine import contract
+from fusepatch.engine import sites
 from fusepatch.engine.patch import Patch, Site
 from fusepatch.errors import StrictError
 from fusepatch.patches import PATCHES
@@ -26,7 +26,7 @@ def load(site: Site) -> None:
     """Import the site's module into the test process, or skip where this environment does not have it."""
     if importlib.util.find_spec(site.upstream.import_name) is None:
         pytest.skip(f"{site.upstream.import_name} is not installed in this environment")
-    if contract.in_source(site).problem is not None:
+    if sites.judge(site).kind is not sites.Kind.FITS:
         pytest.skip(f"the installed {site.upstream.import_name} has no such target")
     importlib.import_module(site.module)
 

@@ -69,7 +69,7 @@ def replace_and_build(passing: bool) -> tuple[list[str], str]:
 def test_a_constructor_that_another_library_replaced_is_one_warning() -> None:
     (line,), outcome = forked(replace_and_build, False, env={"FUSEPATCH_OPTIMIZER_FUSED": "1"})
     assert line.startswith(
-        "optimizer.flags: FUSEPATCH_OPTIMIZER_FUSED=1 was set, and is lost: someone replaced AdamW.__init__"
+        "optimizer.flags: FUSEPATCH_OPTIMIZER_FUSED=1 was set, and is lost: other code replaced AdamW.__init__"
     )
     assert "import fusepatch after whatever replaced it" in line
     assert outcome == "SHADOWED"
@@ -118,7 +118,7 @@ def test_a_module_that_was_reloaded_is_seen_said_and_mended(asked: dict[str, str
     assert (fused, mended, after) == (True, "APPLIED", None)
     assert len(lines) == len(asked)
     if asked:
-        assert "AdamW.__init__ of torch.optim.adamw is upstream's own again" in lines[0]
+        assert "AdamW.__init__ of torch.optim.adamw is upstream's original again" in lines[0]
         assert lines[0].endswith("call fusepatch.activate()")
 
 
@@ -173,7 +173,7 @@ def test_a_training_loop_that_another_library_made_anew(strict: str, tmp_path: A
     pytest.importorskip("transformers.trainer", reason="the loop is the Trainer's")
     env = {"FUSEPATCH_OPTIMIZER_IN_BACKWARD": "1", "FUSEPATCH_STRICT": strict, "FUSEPATCH_DISABLE": "optimizer.flags"}
     (line,), held, outcome = forked(train_with_a_loop_of_their_own, str(tmp_path), env=env)
-    text = "optimizer.in_backward: FUSEPATCH_OPTIMIZER_IN_BACKWARD=1 was set, and is lost: someone replaced Trainer._inner_training_loop"
+    text = "optimizer.in_backward: FUSEPATCH_OPTIMIZER_IN_BACKWARD=1 was set, and is lost: other code replaced Trainer._inner_training_loop"
     assert line.startswith(text if strict == "0" else f"StrictError: {text}")
     assert held == (2 if strict == "0" else 0), "under STRICT no step is taken"
     assert outcome == "SHADOWED"

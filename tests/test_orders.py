@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from fusepatch.engine import contract
-from fusepatch.engine.patch import Site, Upstream
 from fusepatch.patches import PATCHES
 from kits.helpers import run
 
@@ -90,5 +89,4 @@ def in_orders(orders: list[list[str]], patch: str, upstream: str) -> None:
 
 def exists(module: str) -> bool:
     """Whether the installed release has the module; a release without it is another test's matter."""
-    found = contract.in_source(Site(Upstream("", (), ""), module, (), "")).problem
-    return found is None
+    return contract.source_path(module) is not None

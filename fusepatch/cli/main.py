@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from fusepatch import activation, patches, settings, terminal
 from fusepatch._version import __version__
 from fusepatch.cli import run, show
-from fusepatch.engine import ledger
+from fusepatch.engine import contract, ledger
 from fusepatch.engine.patch import Outcome, PatchRecord, Reason, SiteRecord
 from fusepatch.errors import FusepatchError
 from fusepatch.explain import page
@@ -62,7 +62,9 @@ exit status: 0; 2 where a FUSEPATCH_* value, or DIR, cannot be read
 
 _JSON_HELP = """
 --json prints a list with one object per patch, with the keys
-  id, outcome, reason   the patch's, which are those of its worst site
+  id, outcome, reason   the patch's: APPLIED where a site is in and none is
+                        broken, PENDING where none is in yet, and else that of
+                        its worst site
   sites                 a list of objects: patch, upstream, module, version,
                         outcome, reason (an object: found, wanted,
                         consequence, action), flags, holders, slots, traceback
@@ -310,9 +312,10 @@ def _verdict(status: int, records: Sequence[PatchRecord], missing: Sequence[Patc
 
 
 def _import_upstreams(planned: Sequence[PatchRecord]) -> None:
-    """Import the module of every site that can be applied; an import that raises becomes the site's record."""
+    """Import the module of every site that no version rules out, since a source does not show all that its import makes; an
+    import that raises becomes the site's record."""
     for site in [site for record in planned for site in record.sites]:
-        if site.outcome not in (Outcome.PENDING, Outcome.DRIFTED):
+        if site.outcome in (Outcome.DISABLED, Outcome.GATED) or contract.source_path(site.module) is None:
             continue
         try:
             importlib.import_module(site.module)

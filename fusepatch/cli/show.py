@@ -104,7 +104,8 @@ def _of_record(record: PatchRecord, environ: Mapping[str, str], planned: bool) -
         return Line("-", record.id, ON_REQUEST, f"set {idle.requested_by}", places)
     if record.outcome is Outcome.APPLIED or (planned and record.outcome is Outcome.PENDING):
         own = [(site.upstream, site.version, site.flags) for site in record.sites if site.outcome is record.outcome]
-        return Line("+", record.id, _word(record.outcome, planned), versions(own), places)
+        waiting = f"; waiting: {listed(record.waiting)}" if record.waiting and not planned else ""
+        return Line("+", record.id, _word(record.outcome, planned), versions(own) + waiting, places)
     # The site that decided: its reason says in short what the patch's own says in full.
     site = next((site for site in record.sites if site.outcome is record.outcome), None)
     why = record.reason if site is None else short(site.outcome, site.reason)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 import fnmatch
+import functools
 import importlib.util
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fusepatch.engine.patch import Contract, Site, Slot
@@ -28,45 +29,90 @@ def broken_by(function: Callable[..., Any], contract: Contract) -> str | None:
     return _broken(by_keyword, keywords, contract)
 
 
-class InSource(NamedTuple):
-    """What the source of a module says of a site.
+class Seen(NamedTuple):
+    """What a slot's path leads to: the functions by their paths, each with how it breaks the contract (None where it holds).
 
-    `problem` says what would break if the module were imported now; it is None where every contract holds that can be seen, or the
-    source cannot be read (a compiled module says nothing). `inherited` are methods that their class leaves to a base class,
-    of which only an import can show whether it has them.
+    `unclear` says that the source does not show it: the name is inherited, imported, assigned, or defined in a branch.
     """
 
-    problem: str | None
-    inherited: tuple[str, ...] = ()
+    slot: Slot
+    functions: Mapping[str, str | None]
+    unclear: bool = False
 
 
-def in_source(site: Site) -> InSource:
-    """Look at the source of the site's module, once, without importing anything."""
-    path = _source_path(site.module)
+def in_source(site: Site) -> tuple[Seen, ...] | None:
+    """What the source of the site's module shows of each slot, without importing anything; None where there is no such module."""
+    path = source_path(site.module)
     if path is None:
-        return InSource(f"there is no module {site.module}")
-    if not path.exists():
-        return InSource(None)
+        return None
+    scope = _read(path, path.stat().st_mtime_ns) if path.exists() else None
+    if scope is None:
+        return tuple(Seen(slot, {}, unclear=True) for slot in site.slots)
+    return tuple(_seen(slot, scope) for slot in site.slots)
+
+
+class _Scope(NamedTuple):
+    """The names that a module or a class binds. `others` are those of which only an import shows what they are; `open` says
+    that there may be more, from a base class or a star import."""
+
+    functions: Mapping[str, tuple[set[str], bool]]
+    classes: Mapping[str, _Scope]
+    others: set[str]
+    open: bool
+
+
+@functools.cache  # `status` asks again and again, and parsing what is still to be imported takes up to a second
+def _read(path: Path, changed: int) -> _Scope | None:
     try:
-        tree = ast.parse(path.read_bytes())
+        body = ast.parse(path.read_bytes()).body
     except (SyntaxError, ValueError, OSError, RecursionError, MemoryError):
-        return InSource(None)  # importing it will say why
-    functions = dict(_functions(tree))
-    classes = {statement.name for statement in tree.body if isinstance(statement, ast.ClassDef)}
-    inherited = []
-    for slot in site.slots:
-        if slot.path.rpartition(".")[0] in classes and slot.path not in functions:
-            inherited.append(slot.path)
-            continue
-        matches = [name for name in functions if fnmatch.fnmatchcase(name, slot.path)]
-        if not matches:
-            return InSource(f"{site.module} has no {slot.path}")
-        broken = {name: _broken(*functions[name], slot.contract) for name in matches}
-        problems = {name: problem for name, problem in broken.items() if problem is not None}
-        if len(problems) == len(matches):
-            name, problem = next(iter(problems.items()))
-            return InSource(f"{name} {problem}")
-    return InSource(None, tuple(inherited))
+        return None  # importing it will say why
+    return _scope(body)
+
+
+def _scope(body: list[ast.stmt], bases: bool = False) -> _Scope:
+    functions: dict[str, tuple[set[str], bool]] = {}
+    classes: dict[str, _Scope] = {}
+    others: set[str] = set()
+    for statement in body:
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+            functions[statement.name] = _shape(statement.args)
+            classes.pop(statement.name, None)
+            others.discard(statement.name)
+        elif isinstance(statement, ast.ClassDef):
+            derived = bool(statement.bases or statement.keywords or statement.decorator_list)
+            classes[statement.name] = _scope(statement.body, derived)
+            functions.pop(statement.name, None)
+            others.discard(statement.name)
+        else:
+            others |= _bound(statement)
+    return _Scope(functions, classes, others, bases or "*" in others)
+
+
+def _bound(statement: ast.stmt) -> set[str]:
+    names = set()
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+            names.add(node.id)
+        elif isinstance(node, ast.alias):
+            names.add(node.asname or node.name.partition(".")[0])
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+    return names
+
+
+def _seen(slot: Slot, scope: _Scope) -> Seen:
+    *classes, name = slot.path.split(".")
+    for part in classes:
+        if part in scope.others or part not in scope.classes:
+            return Seen(slot, {}, unclear=part in scope.others or scope.open)
+        scope = scope.classes[part]
+    inside = slot.path.removesuffix(name)
+    matches = [found for found in scope.functions if fnmatch.fnmatchcase(found, name) and found not in scope.others]
+    unclear = any(fnmatch.fnmatchcase(other, name) for other in scope.others)
+    if not matches and "*" not in name:
+        unclear |= name in scope.classes or scope.open or (bool(classes) and hasattr(object, name))
+    return Seen(slot, {inside + found: _broken(*scope.functions[found], slot.contract) for found in matches}, unclear)
 
 
 def describe(slot: Slot) -> str:
@@ -87,7 +133,8 @@ def _broken(by_keyword: set[str], keywords: bool, contract: Contract) -> str | N
     return None
 
 
-def _source_path(module: str) -> Path | None:
+def source_path(module: str) -> Path | None:
+    """The file that an import of the module would run, found without importing anything; None where there is no such module."""
     from pathlib import Path  # here, since every training script imports this module, and few ask for a source
 
     top, *rest = module.split(".")
@@ -107,16 +154,6 @@ def _source_path(module: str) -> Path | None:
         if any(base.parent.glob(f"{base.name}.*")):
             return base.with_suffix(".so")
     return None
-
-
-def _functions(tree: ast.Module) -> Iterator[tuple[str, tuple[set[str], bool]]]:
-    for statement in tree.body:
-        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield statement.name, _shape(statement.args)
-        elif isinstance(statement, ast.ClassDef):
-            for member in statement.body:
-                if isinstance(member, ast.FunctionDef | ast.AsyncFunctionDef):
-                    yield f"{statement.name}.{member.name}", _shape(member.args)
 
 
 def _shape(arguments: ast.arguments) -> tuple[set[str], bool]:

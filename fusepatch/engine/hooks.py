@@ -55,8 +55,8 @@ def watch(
 class _Finder:
     """Hands a watched module to wrapt when it is looked for.
 
-    wrapt serves a hook once, so a module that is imported anew has to be handed over again; and until then wrapt, whose import
-    takes longer than all of this package's, is not needed.
+    wrapt serves a hook once, so a module that is imported again must be handed over again. Until then wrapt is not needed, and
+    its import takes longer than all of this package's.
     """
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
@@ -86,6 +86,12 @@ def _imported(module: ModuleType) -> None:
         watchers = list(_watchers[name].values())
     for watcher in watchers:
         watcher.call(module, False)
+
+
+def is_loaded(name: str) -> bool:
+    """Whether the module has been imported, to the end of its code."""
+    module = sys.modules.get(name)
+    return module is not None and not is_being_imported(module)
 
 
 def is_being_imported(module: ModuleType) -> bool:

@@ -1,8 +1,8 @@
-"""Put wrappers into foreign modules and classes, and take them out again. The only `setattr` on anything foreign.
+"""Put wrappers into foreign modules and classes, and remove them. The only `setattr` on anything foreign.
 
 Each foreign slot has one wrapper, a plain function that runs an ordered chain of handlers and then the original.
 Patches that share a slot add a handler to its chain; removing the last one puts the raw slot back, or deletes it where
-the name was inherited. wrapt's function wrappers are not used: Dynamo goes round them silently, and they do not pickle.
+the name was inherited. wrapt's function wrappers are not used: Dynamo silently bypasses them, and they do not pickle.
 """
 
 from __future__ import annotations
@@ -27,18 +27,6 @@ lock = threading.RLock()
 os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
 
 _MISSING = object()
-
-
-class TargetAbsentError(Exception):
-    """The module has nothing at the slots' paths."""
-
-
-class ContractBrokenError(Exception):
-    """A target has another shape than its slot's contract, or only some of a site's targets are there."""
-
-    def __init__(self, problem: str, wanted: str) -> None:
-        super().__init__(problem)
-        self.wanted = wanted
 
 
 class _Place(NamedTuple):
@@ -106,6 +94,14 @@ _slots: dict[str, list[_Installed]] = {}
 behind by running again: their wrappers may be held by name somewhere."""
 
 
+def look(site: Site, module: ModuleType) -> tuple[contract.Seen, ...]:
+    """What each slot's path leads to in the loaded module; changes nothing."""
+    return tuple(
+        contract.Seen(slot, {path: _broken_by(slot, owner, name) for owner, name, path in _matches(slot, module)})
+        for slot in site.slots
+    )
+
+
 class Applied(NamedTuple):
     """What `install` did: the paths that were wrapped, the names rebound in other modules, those that were left."""
 
@@ -115,18 +111,18 @@ class Applied(NamedTuple):
 
 
 def install(patch: str, site: Site, module: ModuleType, late: bool, order: int = 0) -> Applied:
-    """Wrap every slot of a site, or none: whatever raises on the way undoes what was done.
+    """Wrap what `look` finds to fit in every slot of a site, or nothing: whatever raises on the way undoes what was done.
 
     Of the handlers of one slot, those with a lower `order` run first, whenever they were installed.
 
-    Raises TargetAbsentError, ContractBrokenError, or whatever setting an attribute raised.
+    Raises whatever setting an attribute raised.
     """
     with lock:
-        resolved = list(_resolve(site, module))
+        places = [(slot, *match) for slot in site.slots for match in _matches(slot, module)]
         done: list[_Installed] = []
         try:
-            for slot, owner, attribute, path in resolved:
-                if _was_replaced(patch, owner, attribute):
+            for slot, owner, attribute, path in places:
+                if _broken_by(slot, owner, attribute) is not None or _was_replaced(patch, owner, attribute):
                     continue
                 installed = _wrap(owner, attribute, path, module, site)
                 done.append(installed)
@@ -138,7 +134,7 @@ def install(patch: str, site: Site, module: ModuleType, late: bool, order: int =
             rebound, left = _rebind(done, module, site.rebind_holders) if late else ((), ())
             for installed in done:
                 if installed.places[0].get() is not installed.wrapper:
-                    raise RuntimeError(f"{module.__name__}.{installed.target.path} did not keep what was set")
+                    raise RuntimeError(f"{module.__name__}.{installed.target.path} kept its old value when it was set")
         except BaseException:
             for installed in done:
                 _unlink(patch, installed)
@@ -147,7 +143,7 @@ def install(patch: str, site: Site, module: ModuleType, late: bool, order: int =
 
 
 def uninstall(patch: str, site: Site) -> tuple[str, ...]:
-    """Take a patch's handlers out of a site; returns the places that someone else has replaced and that were left."""
+    """Remove a patch's handlers from a site; returns the places that other code has replaced, which are left alone."""
     with lock:
         left: list[str] = []
         for installed in _of(patch, site):
@@ -278,32 +274,6 @@ def _at(owner: Any, attribute: str) -> list[_Installed]:
     ]
 
 
-def _resolve(site: Site, module: ModuleType) -> Iterator[tuple[Slot, Any, str, str]]:
-    """Each slot with the owner of its attribute. All absent raises TargetAbsentError, some absent or bent Contract..."""
-    absent: list[Slot] = []
-    broken: list[tuple[Slot, str, str]] = []
-    resolved: list[tuple[Slot, Any, str, str]] = []
-    for slot in site.slots:
-        matches = list(_matches(slot, module))
-        problems = [contract.broken_by(_function(owner, name), slot.contract) for owner, name, _ in matches]
-        good = [match for match, problem in zip(matches, problems, strict=True) if problem is None]
-        if not matches:
-            absent.append(slot)
-        elif not good:
-            broken.append((slot, matches[0][2], str(problems[0])))
-        resolved.extend((slot, *match) for match in good)
-    if len(absent) == len(site.slots):
-        raise TargetAbsentError(f"{site.module} has no {', '.join(slot.path for slot in absent)}")
-    if absent or broken:
-        problem = "; ".join(
-            [f"{site.module} has no {slot.path}" for slot in absent]
-            + [f"{site.module}.{path} {problem}" for _, path, problem in broken]
-        )
-        wanted = ", ".join(contract.describe(slot) for slot in (*absent, *(slot for slot, _, _ in broken)))
-        raise ContractBrokenError(problem, wanted)
-    return iter(resolved)
-
-
 def _matches(slot: Slot, module: ModuleType) -> Iterator[tuple[Any, str, str]]:
     """The owners and attributes that a slot's path names; a `*` stands for functions defined in the module itself."""
     if "*" in slot.path:
@@ -315,6 +285,10 @@ def _matches(slot: Slot, module: ModuleType) -> Iterator[tuple[Any, str, str]]:
     owner, attribute = _owner(module, slot.path), slot.path.rpartition(".")[2]
     if owner is not None and inspect.getattr_static(owner, attribute, _MISSING) is not _MISSING:
         yield owner, attribute, slot.path
+
+
+def _broken_by(slot: Slot, owner: Any, attribute: str) -> str | None:
+    return contract.broken_by(_function(owner, attribute), slot.contract)
 
 
 def _owner(module: ModuleType, path: str) -> Any:

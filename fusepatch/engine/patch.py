@@ -34,7 +34,7 @@ class Outcome(enum.Enum):
     FAILED = "FAILED"
     """Installing raised; everything was rolled back."""
     REMOVED = "REMOVED"
-    """It was applied and has been taken out again."""
+    """It was applied and has been removed."""
 
 
 class Upstream(NamedTuple):
@@ -195,16 +195,24 @@ class SiteRecord(NamedTuple):
     traceback: str | None = None
     """The traceback, where applying the patch raised."""
 
+    def __str__(self) -> str:
+        flags = f" ({', '.join(self.flags)})" if self.flags else ""
+        return f"{self.outcome.value}{flags}: {self.reason}"
+
 
 class PatchRecord(NamedTuple):
-    """What became of one patch: the worst outcome among the sites whose library is there, and what its calls did."""
+    """What became of one patch, and what its calls did.
+
+    A patch is APPLIED as soon as one site is in and none is broken. Sites whose modules this process has not imported are PENDING
+    and take nothing from that; where no site is in yet, the patch is PENDING too.
+    """
 
     id: str
     """The patch's id, such as `optimizer.flags`."""
     outcome: Outcome
-    """The outcome of the site that fares worst."""
+    """APPLIED or PENDING as said above; otherwise the outcome of the site that fares worst."""
     reason: str
-    """Why, in one sentence."""
+    """Why, in one sentence; where some sites of an applied patch still wait, it names their modules."""
     sites: tuple[SiteRecord, ...]
     """What became of each site."""
     calls: int
@@ -213,3 +221,8 @@ class PatchRecord(NamedTuple):
     """Values that the patch replaced, with the old one, the new one, and on whose word."""
     fallbacks: tuple[Note, ...]
     """What was left to upstream's code, and why."""
+
+    @property
+    def waiting(self) -> tuple[str, ...]:
+        """The modules whose import is still waited for."""
+        return tuple(site.module for site in self.sites if site.outcome is Outcome.PENDING)

@@ -90,7 +90,7 @@ def of_this_process(records: Sequence[PatchRecord]) -> dict[str, Any]:
     sites = [site for patch in patches for site in patch["sites"]]
     for site in sites:
         # The hook that records an outcome runs while the import of its module is still under way.
-        site["loaded"] = site["outcome"] not in _BEFORE_THE_IMPORT or _is_loaded(site["module"])
+        site["loaded"] = site["outcome"] not in _BEFORE_THE_IMPORT or hooks.is_loaded(site["module"])
     return {
         "format": FORMAT,
         "fusepatch": __version__,
@@ -178,11 +178,6 @@ def _want(value: Any, kind: type, where: str) -> None:
 def _shown(value: Any) -> str:
     text = repr(value) if not isinstance(value, str) else value
     return text if len(text) <= 40 else f"{text[:40]}..."
-
-
-def _is_loaded(name: str) -> bool:
-    module = sys.modules.get(name)
-    return module is not None and not hooks.is_being_imported(module)
 
 
 def _utc(seconds: float) -> str:

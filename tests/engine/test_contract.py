@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from fusepatch.engine import contract
+from fusepatch.engine.contract import Seen
 from fusepatch.engine.patch import Contract, Slot
 from kits.declarations import passing, site
 
@@ -27,33 +28,37 @@ def test_the_loaded_object_and_its_source_say_the_same(
 ) -> None:
     library(source)
     slot = Slot("scale", passing, wanted)
-    from_source = contract.in_source(site(slot)).problem
+    from_source = contract.in_source(site(slot))
     assert "toylib" not in sys.modules, "the source is read without importing"
     module = importlib.import_module("toylib.core")
     assert contract.broken_by(module.scale, wanted) == problem
-    if source.startswith("def"):
-        assert from_source == (None if problem is None else f"scale {problem}")
-    else:
-        assert from_source == "toylib.core has no scale", "only functions are read from the source"
+    shown = Seen(slot, {"scale": problem}) if source.startswith("def") else Seen(slot, {}, unclear=True)
+    assert from_source == (shown,)
+
+
+def seen(path: str) -> tuple[list[str], bool]:
+    (found,) = contract.in_source(site(Slot(path, passing))) or ()
+    return list(found.functions), found.unclear
 
 
 def test_source_of_methods_patterns_and_missing_modules(library: Callable[..., str]) -> None:
     library()
-    assert contract.in_source(site(Slot("Model.forward", passing, Contract(("value",))))).problem is None
-    assert contract.in_source(site(Slot("Model.__init__", passing, Contract(("size",))))).problem is None, "inherited"
-    assert contract.in_source(site(Slot("Gone.forward", passing))).problem == "toylib.core has no Gone.forward"
-    assert contract.in_source(site(Slot("scale*", passing, Contract(("factor",))))).problem is None
-    assert contract.in_source(site(module="toylib.gone")).problem == "there is no module toylib.gone"
-    assert contract.in_source(site(module="no_such_library.core")).problem == "there is no module no_such_library.core"
+    assert seen("Model.forward") == (["Model.forward"], False)
+    assert seen("Model.__init__") == ([], True), "inherited"
+    assert seen("Base.__repr__") == ([], True), "every class has it"
+    assert seen("Base.forward") == seen("Gone.forward") == seen("gone") == ([], False)
+    assert seen("scale*") == (["scale", "scale_more"], False)
+    assert contract.in_source(site(module="toylib.gone")) is None
+    assert contract.in_source(site(module="no_such_library.core")) is None
 
 
-def test_what_only_an_import_can_show_is_named(library: Callable[..., str]) -> None:
+@pytest.mark.parametrize("content", [b"def (", b"\0", b"# coding: none\n", b"\x7fELF"])
+def test_a_source_that_cannot_be_read_shows_nothing(library: Callable[..., str], content: bytes) -> None:
     library()
-    known, inherited = Slot("Model.forward", passing), Slot("Model.__init__", passing)
-    assert contract.in_source(site(known)).inherited == ()
-    assert contract.in_source(site(known, inherited)).inherited == ("Model.__init__",)
-    assert contract.in_source(site(Slot("Gone.forward", passing))).inherited == ()
-    assert contract.in_source(site(module="toylib.gone")).inherited == ()
+    path = contract.source_path("toylib.core")
+    assert path is not None
+    path.write_bytes(content)
+    assert seen("scale") == ([], True)
 
 
 def test_what_is_wanted_is_said_in_words() -> None:

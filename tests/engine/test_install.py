@@ -163,21 +163,8 @@ def test_setting_that_does_not_hold_is_an_error(library: Callable[..., str]) -> 
         def forward(self, value): return value
     """
     module = load(library(source))
-    with pytest.raises(RuntimeError, match=r"toylib\.core\.Model\.forward did not keep what was set"):
+    with pytest.raises(RuntimeError, match=r"toylib\.core\.Model\.forward kept its old value when it was set"):
         install.install("p", site(Slot("Model.forward", passing)), module, late=False)
-
-
-def test_absent_and_broken_targets_are_told_apart(library: Callable[..., str]) -> None:
-    module = load(library())
-    with pytest.raises(install.TargetAbsentError, match=r"toylib\.core has no gone, Gone\.forward"):
-        install.install("p", site(Slot("gone", passing), Slot("Gone.forward", passing)), module, late=False)
-    with pytest.raises(install.ContractBrokenError, match=r"has no gone"):
-        install.install("p", site(Slot("scale", passing), Slot("gone", passing)), module, late=False)
-    with pytest.raises(install.ContractBrokenError, match=r"scale no longer takes weight"):
-        install.install("p", site(Slot("scale", passing, Contract(parameters=("value", "weight")))), module, late=False)
-    with pytest.raises(install.ContractBrokenError, match=r"is a dict, not a function"):
-        install.install("p", site(Slot("TABLE", passing)), module, late=False)
-    assert module.scale(1) == 2
 
 
 def test_someone_elses_patch_on_top_is_seen_and_left(library: Callable[..., str]) -> None:
