@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from fusepatch import settings
-from fusepatch.engine import hooks, install, ledger, sites
+from fusepatch.engine import install, ledger, sites
 from fusepatch.engine.patch import Outcome, Patch, PatchRecord, Reason, Site, SiteRecord
 from fusepatch.errors import SettingError
 from fusepatch.explain import page, summary
@@ -38,8 +39,11 @@ def activate() -> None:
             read, _disabled = read_settings(os.environ)
             settings.use(read)
             ledger.reset(read.strict, lambda: summary(status(), read), _lost)
-            _asked_for = tuple((patch, site) for patch, site in _sites() if is_asked_for(patch, read))
-            _warn_of_unknown(read)
+            _asked_for = tuple(
+                (patch, site) for patch, site in _sites() if is_requested(patch, read) and _asking(patch, read)
+            )
+            for name in read.unknown:
+                ledger.warn_once(settings.unknown_name(name))
             _exported_over.clear()
             _export(settings.SWITCH, "1")
             if read.report:
@@ -49,7 +53,7 @@ def activate() -> None:
         _removed = frozenset()
     for patch, site in _sites():
         if patch.id not in _disabled:
-            _watch(patch, site)
+            sites.watch(patch.id, site, PATCHES.index(patch), partial(_is_on, patch))
     ledger.changed()
 
 
@@ -111,7 +115,14 @@ def read_settings(environ: Mapping[str, str]) -> tuple[settings.Settings, frozen
         SettingError: a value cannot be read, contradicts another, or names a patch that is not there.
     """
     read = settings.read(environ)
-    return read, _ids_to_disable(read)
+    known = [patch.id for patch in PATCHES]
+    unknown = [name for name in read.disable if name not in (*known, "all")]
+    if unknown and "all" not in read.disable:
+        raise SettingError(
+            f"FUSEPATCH_DISABLE names {', '.join(map(repr, unknown))}, and there is no such patch. Accepted are "
+            f"{', '.join(known)} and all. Nothing was patched; correct the value or unset the variable."
+        )
+    return read, frozenset(known if "all" in read.disable else read.disable)
 
 
 def is_applied(id: str) -> bool:
@@ -133,12 +144,8 @@ def explain(id: str) -> str:
     return page(patch, _patch_record(patch), settings.current(), "In this process")
 
 
-def is_asked_for(patch: Patch, read: settings.Settings) -> bool:
-    """Whether the user set a variable of the patch, so that it is to do something that it would not do by itself."""
-    return is_requested(patch, read) and bool(_asking(patch, read))
-
-
 def _asking(patch: Patch, read: settings.Settings) -> dict[str, str]:
+    """The variables of the patch that the user set, so that it does something that it would not do by itself."""
     own = [settings.find(name) for name in patch.variables]
     return {name: text for name, text in read.set_by_user.items() if text != "keep" and settings.find(name) in own}
 
@@ -154,7 +161,10 @@ def _begin_report(folder: str) -> None:
     from fusepatch.reporting.record import of_this_process
 
     def content() -> dict[str, Any]:
-        return of_this_process([_patch_record(patch, _site_so_far) for patch in PATCHES])
+        # Without a look at what is installed, which would cost a training step too much.
+        return of_this_process(
+            [_patch_record(patch, partial(_site_record, unseen=sites.not_imported)) for patch in PATCHES]
+        )
 
     writer.begin(folder, content)
     ledger.observe(writer.grown)
@@ -164,28 +174,6 @@ def _sites() -> Iterator[tuple[Patch, Site]]:
     for patch in PATCHES:
         for site in patch.sites:
             yield patch, site
-
-
-def _ids_to_disable(read: settings.Settings) -> frozenset[str]:
-    known = [patch.id for patch in PATCHES]
-    if "all" in read.disable:
-        return frozenset(known)
-    unknown = [name for name in read.disable if name not in known]
-    if unknown:
-        raise SettingError(
-            f"FUSEPATCH_DISABLE names {', '.join(map(repr, unknown))}, and there is no such patch. Accepted are "
-            f"{', '.join(known)} and all. Nothing was patched; correct the value or unset the variable."
-        )
-    return frozenset(read.disable)
-
-
-def _warn_of_unknown(read: settings.Settings) -> None:
-    for name in read.unknown:
-        ledger.warn_once(settings.unknown_name(name))
-
-
-def _watch(patch: Patch, site: Site) -> None:
-    sites.watch(patch.id, site, PATCHES.index(patch), lambda: _is_on(patch))
 
 
 def _is_on(patch: Patch) -> bool:
@@ -206,19 +194,7 @@ def _patch_record(patch: Patch, site_record: Callable[[Patch, Site], SiteRecord]
     )
 
 
-def _site_so_far(patch: Patch, site: Site) -> SiteRecord:
-    """The record of a site without a look at what is installed, which would cost a training step too much."""
-    return _site_record(patch, site, _waiting)
-
-
-def _waiting(patch: Patch, site: Site) -> SiteRecord:
-    found = (
-        "is loaded, but its import hook has not run" if hooks.is_loaded(site.module) else "has not been imported here"
-    )
-    return sites.record(patch.id, site, Outcome.PENDING, Reason(f"{site.module} {found}"))
-
-
-def _site_record(patch: Patch, site: Site, unseen: Callable[[Patch, Site], SiteRecord] | None = None) -> SiteRecord:
+def _site_record(patch: Patch, site: Site, unseen: Callable[[str, Site], SiteRecord] = sites.preview) -> SiteRecord:
     recorded = sites.look_again(patch.id, site)
     if recorded is not None and not (recorded.outcome is Outcome.REMOVED and _is_on(patch)):
         return recorded
@@ -228,7 +204,7 @@ def _site_record(patch: Patch, site: Site, unseen: Callable[[Patch, Site], SiteR
         return _named_in_disable(patch, site)
     if patch.id in _removed:
         return _switched_off(patch, site, "it was deactivated", "call fusepatch.activate()")
-    return unseen(patch, site) if unseen is not None else sites.preview(patch.id, site)
+    return unseen(patch.id, site)
 
 
 def _named_in_disable(patch: Patch, site: Site) -> SiteRecord:

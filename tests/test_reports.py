@@ -45,6 +45,23 @@ def test_without_the_variable_nothing_of_it_is_loaded() -> None:
     assert fresh(code, check=True).stdout == "[]\n"
 
 
+def test_what_a_preview_finds_is_not_loaded(tmp_path: Path) -> None:
+    (tmp_path / "trl").mkdir()
+    (tmp_path / "trl" / "__init__.py").touch()
+    metadata = tmp_path / "trl-0.1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: trl\nVersion: 0.1\n")
+    code = """
+    import json, fusepatch
+    from fusepatch.reporting.record import of_this_process
+    print(json.dumps(of_this_process(fusepatch.status())))
+    """
+    record = json.loads(fresh(code, env={"PYTHONPATH": str(tmp_path)}, check=True).stdout)
+    of_trl = [site for site in patch(record, "liger.grpo_loss")["sites"] if site["upstream"] == "trl"]
+    assert {(site["outcome"], site["loaded"]) for site in of_trl} == {("GATED", False)}
+    assert record["upstreams"] == {}
+
+
 def test_a_process_writes_who_it_is_when_it_is_activated(tmp_path: Path) -> None:
     env = {"FUSEPATCH_REPORT": str(tmp_path / "report"), "RANK": "3", "WORLD_SIZE": "8", "FUSEPATCH_STRICT": "1"}
     done = fresh(

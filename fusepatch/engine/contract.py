@@ -51,13 +51,16 @@ def in_source(site: Site) -> tuple[Seen, ...] | None:
     return tuple(_seen(slot, scope) for slot in site.slots)
 
 
-class _Scope(NamedTuple):
-    """The names that a module or a class binds. `others` are those of which only an import shows what they are; `open` says
-    that there may be more, from a base class or a star import."""
+class _Shape(NamedTuple):
+    by_keyword: set[str]
+    keywords: bool
 
-    functions: Mapping[str, tuple[set[str], bool]]
-    classes: Mapping[str, _Scope]
-    others: set[str]
+
+class _Scope(NamedTuple):
+    """What a module or a class binds its names to: functions, classes, or None for what only an import shows. Where it is `open`
+    there may be more names, from a base class or a star import."""
+
+    names: Mapping[str, _Shape | _Scope | None]
     open: bool
 
 
@@ -70,23 +73,17 @@ def _read(path: Path, changed: int) -> _Scope | None:
     return _scope(body)
 
 
-def _scope(body: list[ast.stmt], bases: bool = False) -> _Scope:
-    functions: dict[str, tuple[set[str], bool]] = {}
-    classes: dict[str, _Scope] = {}
-    others: set[str] = set()
+def _scope(body: list[ast.stmt], derived: bool = False) -> _Scope:
+    names: dict[str, _Shape | _Scope | None] = {}
     for statement in body:
         if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
-            functions[statement.name] = _shape(statement.args)
-            classes.pop(statement.name, None)
-            others.discard(statement.name)
+            names[statement.name] = _shape(statement.args)
         elif isinstance(statement, ast.ClassDef):
-            derived = bool(statement.bases or statement.keywords or statement.decorator_list)
-            classes[statement.name] = _scope(statement.body, derived)
-            functions.pop(statement.name, None)
-            others.discard(statement.name)
+            more = bool(statement.bases or statement.keywords or statement.decorator_list)
+            names[statement.name] = _scope(statement.body, more)
         else:
-            others |= _bound(statement)
-    return _Scope(functions, classes, others, bases or "*" in others)
+            names.update(dict.fromkeys(_bound(statement)))
+    return _Scope(names, derived or "*" in names)
 
 
 def _bound(statement: ast.stmt) -> set[str]:
@@ -104,15 +101,17 @@ def _bound(statement: ast.stmt) -> set[str]:
 def _seen(slot: Slot, scope: _Scope) -> Seen:
     *classes, name = slot.path.split(".")
     for part in classes:
-        if part in scope.others or part not in scope.classes:
-            return Seen(slot, {}, unclear=part in scope.others or scope.open)
-        scope = scope.classes[part]
+        inner = scope.names.get(part)
+        if not isinstance(inner, _Scope):
+            return Seen(slot, {}, unclear=inner is None and (part in scope.names or scope.open))
+        scope = inner
+    found = {other: bound for other, bound in scope.names.items() if fnmatch.fnmatchcase(other, name)}
+    if "*" not in name and (scope.open or (classes and hasattr(object, name))):
+        found.setdefault(name, None)
     inside = slot.path.removesuffix(name)
-    matches = [found for found in scope.functions if fnmatch.fnmatchcase(found, name) and found not in scope.others]
-    unclear = any(fnmatch.fnmatchcase(other, name) for other in scope.others)
-    if not matches and "*" not in name:
-        unclear |= name in scope.classes or scope.open or (bool(classes) and hasattr(object, name))
-    return Seen(slot, {inside + found: _broken(*scope.functions[found], slot.contract) for found in matches}, unclear)
+    shapes = {inside + other: shape for other, shape in found.items() if isinstance(shape, _Shape)}
+    functions = {path: _broken(*shape, slot.contract) for path, shape in shapes.items()}
+    return Seen(slot, functions, unclear=len(functions) < len(found))
 
 
 def describe(slot: Slot) -> str:
@@ -156,5 +155,5 @@ def source_path(module: str) -> Path | None:
     return None
 
 
-def _shape(arguments: ast.arguments) -> tuple[set[str], bool]:
-    return {a.arg for a in (*arguments.args, *arguments.kwonlyargs)}, arguments.kwarg is not None
+def _shape(arguments: ast.arguments) -> _Shape:
+    return _Shape({a.arg for a in (*arguments.args, *arguments.kwonlyargs)}, arguments.kwarg is not None)

@@ -154,8 +154,8 @@ def uninstall(patch: str, site: Site) -> tuple[str, ...]:
 class Shadowed(NamedTuple):
     """The paths of a site that do not lead to its wrappers any more, by what is there now.
 
-    `replaced` holds something that someone else put there; `passing` those of them that hold the wrapper, so that it may still be
-    called. `anew` holds upstream's own again: the module was reloaded or imported anew, or the original was put back.
+    `replaced` are paths where other code put something else; `passing` are those of them whose replacement holds the wrapper, and so
+    may call it. `anew` are paths to upstream's original: the module was reloaded or imported again, or the original was restored.
     """
 
     replaced: tuple[str, ...] = ()
@@ -164,8 +164,7 @@ class Shadowed(NamedTuple):
 
 
 def shadowed(patch: str, site: Site) -> Shadowed:
-    """What became of a site's wrapped slots, looked up in the modules that are imported now; a site whose module is not
-    among them is in place."""
+    """What became of a site's wrapped slots in the module that is imported now; where it is not imported, nothing is shadowed."""
     wrapped = _of(patch, site)
     module = sys.modules.get(site.module)
     if module is None or all(installed.is_in_place for installed in wrapped):
@@ -189,12 +188,12 @@ def shadowed(patch: str, site: Site) -> Shadowed:
 
 
 def is_installed(patch: str, site: Site) -> bool:
-    """Whether the patch's handlers are in the module that is imported now, as far as nobody else has replaced a target."""
+    """Whether the patch's handlers are in the module that is imported now, wherever no other code has replaced a target."""
     return bool(_of(patch, site)) and not shadowed(patch, site).anew
 
 
 def _was_replaced(patch: str, owner: Any, attribute: str) -> bool:
-    """Whether someone else has replaced the slot since this patch wrapped it: what they put there is left alone."""
+    """Whether other code has replaced the slot since this patch wrapped it: the replacement is left alone."""
     known = [installed for installed in _at(owner, attribute) if installed.linked_by(patch)]
     now = _function(owner, attribute)
     return bool(known) and not any(
@@ -203,7 +202,7 @@ def _was_replaced(patch: str, owner: Any, attribute: str) -> bool:
 
 
 def _is_upstreams(value: Any, original: Any) -> bool:
-    """Whether `value` is the original, or what the same lines of upstream's source have made anew, wrapped for another patch or not."""
+    """Whether `value` is the original, or a function made again from the same lines of source, wrapped for another patch or not."""
     value = _inner(value)
     for wrapped in _slots.values():
         for installed in wrapped:
@@ -381,9 +380,9 @@ class _Proceed:
 def _linked(patch: str, handler: Handler, call: Callable[..., Any], key: str) -> Callable[..., Any]:
     """One link of a chain: what a handler breaks is recorded, and the caller gets what upstream gives.
 
-    A handler that breaks before it went on is left out. One that breaks afterwards has had upstream's last result or error: the
-    caller gets that, and upstream is not run again. Errors that are raised on purpose pass: ours, upstream's own, and
-    one that a handler raises from upstream's.
+    A handler that breaks before it called upstream is left out. If it breaks afterwards, the caller gets upstream's last result
+    or error, and upstream is not run again. Errors that are raised on purpose pass: ours, upstream's own, and one that a
+    handler raises from upstream's.
 
     Its closure holds functions and strings only: Dynamo cannot build other objects from the closure of a method whose
     instance was made inside the traced code.
@@ -429,7 +428,7 @@ def _comes_from(error: Exception, upstreams: BaseException) -> bool:
 def _record_broken_handler(patch: str, key: str, error: Exception, proceed: _Proceed) -> None:
     became = "the call ran as upstream wrote it"
     if proceed.entered:
-        became = f"upstream's code had run, and its {'error' if proceed.raised else 'result'} is what the caller gets"
+        became = f"upstream's code had run, and the caller gets its {'error' if proceed.raised else 'result'}"
     key = _targets[key].key
     kind = f"broken: {key} {type(error).__name__}"
     try:

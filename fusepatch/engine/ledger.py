@@ -29,7 +29,7 @@ _observer: Callable[[int], None] | None = None
 
 
 def _in_child() -> None:
-    """What a forked child inherits of the outcomes holds in it; the calls were its parent's."""
+    """The outcomes that a forked child inherits are true of it too; the calls were its parent's."""
     for table in (_calls, _replaced, _fallbacks):
         table.clear()
     _lock.release()
@@ -63,7 +63,7 @@ def observe(observer: Callable[[int], None]) -> None:
 
 
 def changed(times: int = 1) -> None:
-    """Tell the observer, if there is one; for changes that the ledger does not see (a patch that was taken out)."""
+    """Tell the observer, if there is one; for changes that the ledger does not see, such as a patch that was removed."""
     if _observer is not None:
         _observer(times)
 
@@ -108,12 +108,12 @@ def _summary(first_use: Callable[[], str]) -> str:
     try:
         return first_use()
     except Exception:
-        return f"what is applied could not be found out; please report this: {traceback.format_exc(limit=-3)}"
+        return f"what is applied could not be read; please report this: {traceback.format_exc(limit=-3)}"
 
 
 def tell_of_lost() -> None:
-    """Tell of what was asked for and has been lost since, each once: a call that misses its wrapper cannot say so itself, but
-    the next call that meets another one can. What goes through a patch without being counted calls this.
+    """Warn once of each patch that was asked for and whose wrapper is not reached any more. A call that misses its wrapper cannot
+    say so, but the next call that reaches another wrapper can. A handler that counts no call calls this instead.
 
     Raises:
         StrictError: something has been lost, and `FUSEPATCH_STRICT=1` makes that an error.
@@ -138,7 +138,7 @@ def replaced(patch: str, text: str) -> None:
 
 
 def fallback(patch: str, text: str) -> None:
-    """Record that a call was left to upstream, and why; nobody had asked for it, so nobody is told."""
+    """Record that a call was left to upstream, and why. Nobody had asked for the patch there, so nobody is warned."""
     with _lock:
         times = _count(_fallbacks.setdefault(patch, Counter()), text)
     changed(times)
@@ -163,7 +163,7 @@ def warn_once(text: str, kind: str = "") -> None:
             return
         _warned.add(kind or text)
         if len(_warned) > MAXIMUM_NOTES:
-            text = f"more than {MAXIMUM_NOTES} different warnings; further ones are recorded only: `fusepatch.status()`"
+            text = f"more than {MAXIMUM_NOTES} different warnings; `fusepatch.status()` has the rest"
     notice.tell(logging.WARNING, text)
 
 

@@ -14,9 +14,9 @@ logger = logging.getLogger("fusepatch")
 
 
 def tell(level: int, text: str, any_rank: bool = False) -> None:
-    """Say `text` once in this process, if this is a process that a person reads, or if no other one can say it.
+    """Log or print `text`, if someone reads the output of this process, or from `any_rank` where no other process can say it.
 
-    What cannot be said is dropped: a full disk, a reader that went away or a handler that raises ends no run.
+    Text that cannot be written is dropped: a full disk, a closed pipe or a log handler that raises ends no run.
     """
     with suppress(Exception):
         if not any_rank and not speaks(os.environ):
@@ -29,7 +29,7 @@ def tell(level: int, text: str, any_rank: bool = False) -> None:
 
 def _write(stream: Any, text: str) -> None:
     if stream is None:
-        # Nothing was open as descriptor 2 at the start. print would take stdout, and the descriptor is whatever was opened since.
+        # Descriptor 2 was closed at the start. print would use stdout, and descriptor 2 is now whatever was opened since.
         return
     encoding = getattr(stream, "encoding", None) or "utf-8"
     data = text.encode(encoding, "backslashreplace")
@@ -39,13 +39,13 @@ def _write(stream: Any, text: str) -> None:
         stream.flush()
         return
     stream.flush()
-    # Past the buffer: what a full disk left in it would be tried again at the interpreter's end, and make its exit status 120.
+    # Not through the buffer: what a full disk left in it is tried again when the interpreter ends, which then exits with 120.
     while written := file.write(data):  # None where the descriptor does not block and is full
         data = data[written:]
 
 
 def _file_below(stream: Any) -> Any:
-    """The unbuffered file under an ordinary text stream; None for what someone put in its place."""
+    """The unbuffered file under an ordinary text stream; None for any other object."""
     if type(stream) is not io.TextIOWrapper:
         return None
     file = getattr(stream.buffer, "raw", stream.buffer)
@@ -53,7 +53,7 @@ def _file_below(stream: Any) -> Any:
 
 
 def speaks(environ: Mapping[str, str]) -> bool:
-    """Whether this process speaks: rank 0 of the training processes, and no daemonic worker (a data loader's)."""
+    """Whether this process prints: rank 0 of the training processes does, daemonic workers (a data loader's) do not."""
     import multiprocessing
 
     if multiprocessing.current_process().daemon:

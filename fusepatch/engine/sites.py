@@ -39,13 +39,22 @@ class Verdict(NamedTuple):
     unclear: tuple[str, ...] = ()
 
 
+_OUTCOMES = {
+    Kind.NO_MODULE: Outcome.ABSENT,
+    Kind.TARGET_ABSENT: Outcome.ABSENT,
+    Kind.CONTRACT_BROKEN: Outcome.DRIFTED,
+    Kind.GATED: Outcome.GATED,
+    Kind.FITS: Outcome.PENDING,
+}
+
+
 def judge(site: Site, module: ModuleType | None = None) -> Verdict:
     """Whether a site can be patched: asked of the loaded module, or else of its source. Imports and changes nothing."""
     found = versions.find(site.upstream)
     if found is None and module is None:
         return Verdict(Kind.NO_MODULE, Reason(f"{' or '.join(site.upstream.distributions)} is not installed"))
     found = found or versions.Found(None, None)
-    gate = versions.gate(site, found.version)
+    version, gate = found.version, versions.gate(site, found.version)
     if not gate.supported:
         reason = Reason(
             f"{found}",
@@ -53,56 +62,65 @@ def judge(site: Site, module: ModuleType | None = None) -> Verdict:
             consequence="upstream is left as it is",
             action="install a version in that range to have this patch",
         )
-        return Verdict(Kind.GATED, reason, found.version)
+        return Verdict(Kind.GATED, reason, version)
     slots = contract.in_source(site) if module is None else install.look(site, module)
     if slots is None:
-        return Verdict(Kind.NO_MODULE, Reason(f"{found}: there is no module {site.module}"), found.version)
+        return Verdict(Kind.NO_MODULE, Reason(f"{found}: there is no module {site.module}"), version)
     absent = [slot for slot, functions, unclear in slots if not functions and not unclear]
     if len(absent) == len(slots):
         missing = f"{site.module} has no {', '.join(slot.path for slot in absent)}"
         reason = Reason(f"{found}: {missing}", consequence="there is nothing to patch in this version")
-        return Verdict(Kind.TARGET_ABSENT, reason, found.version)
-    open_slots = [seen for seen in slots if None not in seen.functions.values()]
-    broken = [seen for seen in open_slots if seen.functions and not seen.unclear]
+        return Verdict(Kind.TARGET_ABSENT, reason, version)
+    unfit = [seen for seen in slots if None not in seen.functions.values()]
+    broken = {seen.slot: next(iter(seen.functions.items())) for seen in unfit if seen.functions and not seen.unclear}
     if absent or broken:
         problems = [f"{site.module} has no {slot.path}" for slot in absent]
-        for seen in broken:
-            path, problem = next(iter(seen.functions.items()))
-            problems.append(f"{site.module}.{path} {problem}")
+        problems += [f"{site.module}.{path} {problem}" for path, problem in broken.values()]
         reason = Reason(
             f"{found}: {'; '.join(problems)}",
-            wanted=", ".join(map(contract.describe, [*absent, *(seen.slot for seen in broken)])),
+            wanted=", ".join(map(contract.describe, (*absent, *broken))),
             consequence="upstream is left as it is",
             action=f"use a tested version ({site.upstream.tested}) or a newer fusepatch",
         )
-        return Verdict(Kind.CONTRACT_BROKEN, reason, found.version)
-    flags = () if gate.tested else ("untested",)
-    told = f"{found}" if gate.tested else f"{found}, which is untested (tested: {site.upstream.tested})"
-    return Verdict(Kind.FITS, Reason(told), found.version, flags, tuple(seen.slot.path for seen in open_slots))
+        return Verdict(Kind.CONTRACT_BROKEN, reason, version)
+    unclear = tuple(seen.slot.path for seen in unfit)
+    if gate.tested:
+        return Verdict(Kind.FITS, Reason(f"{found}"), version, unclear=unclear)
+    told = f"{found}, which is untested (tested: {site.upstream.tested})"
+    return Verdict(Kind.FITS, Reason(told), version, ("untested",), unclear)
 
 
 def preview(patch: str, site: Site) -> SiteRecord:
     """What an import of the site's module would make of it, from metadata and source; imports nothing."""
     verdict = judge(site)
-    if verdict.kind is not Kind.FITS:
-        return _left(patch, site, verdict)
-    consequence = "it is applied when the module is imported"
-    if verdict.unclear:
-        consequence += f", if that shows {', '.join(verdict.unclear)} in the known shape"
-    reason = verdict.reason._replace(consequence=consequence)
-    return record(patch, site, Outcome.PENDING, reason, verdict.version, flags=verdict.flags)
+    reason = verdict.reason
+    if verdict.kind is Kind.FITS:
+        condition = f", if {', '.join(verdict.unclear)} then has the known shape" if verdict.unclear else ""
+        reason = reason._replace(consequence=f"it is applied when the module is imported{condition}")
+    return record(patch, site, _OUTCOMES[verdict.kind], reason, verdict.version)._replace(flags=verdict.flags)
+
+
+def not_imported(patch: str, site: Site) -> SiteRecord:
+    """The record of a site of which nothing is known yet, without a look at what is installed."""
+    found = "is loaded, but its import hook has not run" if hooks.is_loaded(site.module) else "has not been imported"
+    return record(patch, site, Outcome.PENDING, Reason(f"{site.module} {found}"))
 
 
 def watch(patch: str, site: Site, order: int, wanted: Callable[[], bool]) -> None:
     """Install the site whenever its module has been imported, and now where it is loaded, as long as `wanted()` holds.
 
-    Handlers with a lower `order` run first in the slots that they share. Outcomes go to the ledger.
+    Handlers with a lower `order` run first in the slots that they share. Outcomes go to the ledger. Under STRICT, the first use of a
+    target that should have been patched and could not be raises.
     """
 
     def imported(module: ModuleType, late: bool) -> None:
         with install.lock:
             if wanted() and not install.is_installed(patch, site):
-                ledger.record(_install(patch, site, order, module, late))
+                became = _install(patch, site, order, module, late)
+                if ledger.strict() and became.outcome in (Outcome.DRIFTED, Outcome.FAILED):
+                    error = StrictError(f"{patch}: {became} (an error because FUSEPATCH_STRICT=1)")
+                    install.raise_when_used(patch, site, module, error)
+                ledger.record(became)
 
     def failed(name: str, trace: str) -> None:
         ledger.record(_failed(patch, site, None, trace))
@@ -123,36 +141,22 @@ def _install(patch: str, site: Site, order: int, module: ModuleType, late: bool)
             )
             return record(patch, site, Outcome.PENDING, reason, version)
         if verdict.kind is not Kind.FITS:
-            return _answered(_left(patch, site, verdict), site, module)
+            return record(patch, site, _OUTCOMES[verdict.kind], verdict.reason, version)
         applied = install.install(patch, site, module, late, order)
         if late and site.when_late is not None:
             site.when_late(module)
     except Exception:
         install.uninstall(patch, site)
-        return _answered(_failed(patch, site, version, traceback.format_exc()), site, module)
+        return _failed(patch, site, version, traceback.format_exc())
     told = verdict.reason.found
-    if applied.rebound:
-        told += f"; replaced under names that other modules had imported: {', '.join(applied.rebound)}"
-    if applied.left:
-        told += f"; not replaced under names that other modules had imported: {', '.join(applied.left)}"
-    return record(
-        patch,
-        site,
-        Outcome.APPLIED,
-        Reason(told),
-        version,
+    for names, done in ((applied.rebound, "replaced"), (applied.left, "not replaced")):
+        if names:
+            told += f"; {done} in modules that had imported it before: {', '.join(names)}"
+    return record(patch, site, Outcome.APPLIED, Reason(told), version)._replace(
         flags=(*verdict.flags, "late") if late else verdict.flags,
         holders=(*applied.rebound, *applied.left),
         slots=applied.slots,
     )
-
-
-def _answered(left: SiteRecord, site: Site, module: ModuleType) -> SiteRecord:
-    """Under STRICT, make the first use of a target that should have been patched raise."""
-    if ledger.strict() and left.outcome in (Outcome.DRIFTED, Outcome.FAILED):
-        error = StrictError(f"{left.patch}: {left} (an error because FUSEPATCH_STRICT=1)")
-        install.raise_when_used(left.patch, site, module, error)
-    return left
 
 
 def look_again(patch: str, site: Site) -> SiteRecord | None:
@@ -219,29 +223,17 @@ _SEVERITY = (
 def together(records: Sequence[SiteRecord]) -> tuple[Outcome, str]:
     """What became of a patch, and why, from what became of its sites.
 
-    A site whose module this process has not imported waits, and takes nothing from those that are in. PENDING means that
-    nothing is in yet, or that a module is in use here and its site is not in. Any other outcome outranks APPLIED.
+    A site whose module this process has not imported is waiting. It changes nothing about the sites that are in: with one of them,
+    the patch is APPLIED. A PENDING site whose module is loaded is not waiting, since calls go past it.
     """
     waiting = [site for site in records if site.outcome is Outcome.PENDING and not hooks.is_loaded(site.module)]
     decided = [site for site in records if site not in waiting and site.outcome is not Outcome.ABSENT]
     first = min(decided or waiting or records, key=lambda site: _SEVERITY.index(site.outcome))
     if waiting and first.outcome is Outcome.APPLIED:
-        places = len(decided) + len(waiting)
         modules = ", ".join(site.module for site in waiting)
+        places = len(decided) + len(waiting)
         return first.outcome, f"applied in {len(decided)} of {places} places; waiting: {modules}"
     return first.outcome, str(first.reason)
-
-
-_OUTCOMES = {
-    Kind.NO_MODULE: Outcome.ABSENT,
-    Kind.TARGET_ABSENT: Outcome.ABSENT,
-    Kind.CONTRACT_BROKEN: Outcome.DRIFTED,
-    Kind.GATED: Outcome.GATED,
-}
-
-
-def _left(patch: str, site: Site, verdict: Verdict) -> SiteRecord:
-    return record(patch, site, _OUTCOMES[verdict.kind], verdict.reason, verdict.version)
 
 
 def _failed(patch: str, site: Site, version: str | None, trace: str) -> SiteRecord:
@@ -251,20 +243,9 @@ def _failed(patch: str, site: Site, version: str | None, trace: str) -> SiteReco
         consequence="everything was rolled back and upstream is as it was",
         action="please report this with the traceback in `status --json`",
     )
-    return record(patch, site, Outcome.FAILED, reason, version, trace=trace)
+    return record(patch, site, Outcome.FAILED, reason, version)._replace(traceback=trace)
 
 
-def record(
-    patch: str,
-    site: Site,
-    outcome: Outcome,
-    reason: Reason,
-    version: str | None = None,
-    flags: tuple[str, ...] = (),
-    holders: tuple[str, ...] = (),
-    slots: tuple[str, ...] = (),
-    trace: str | None = None,
-) -> SiteRecord:
+def record(patch: str, site: Site, outcome: Outcome, reason: Reason, version: str | None = None) -> SiteRecord:
     """The record of a site."""
-    upstream = site.upstream.import_name
-    return SiteRecord(patch, upstream, site.module, outcome, reason, version, flags, holders, slots, trace)
+    return SiteRecord(patch, site.upstream.import_name, site.module, outcome, reason, version)

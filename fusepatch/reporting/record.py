@@ -11,7 +11,7 @@ from typing import Any
 
 from fusepatch import settings
 from fusepatch._version import __version__
-from fusepatch.engine import hooks, notice
+from fusepatch.engine import hooks, ledger, notice
 from fusepatch.engine.patch import Outcome, PatchRecord, Reason
 from fusepatch.reporting import role
 
@@ -19,7 +19,7 @@ FORMAT = 1
 """Changes when a reader of the old form would misread the new one."""
 
 _BEFORE_THE_IMPORT = (Outcome.PENDING.value, Outcome.DISABLED.value)
-"""Outcomes that a site can have before its module is imported; any other one says that it has been."""
+"""Outcomes that a site in the ledger can have while its module is not imported; any other one says that it has been."""
 
 _NOTES = [{"text": str, "times": int}]
 
@@ -89,8 +89,9 @@ def of_this_process(records: Sequence[PatchRecord]) -> dict[str, Any]:
     patches = [as_data(record) for record in records]
     sites = [site for patch in patches for site in patch["sites"]]
     for site in sites:
-        # The hook that records an outcome runs while the import of its module is still under way.
-        site["loaded"] = site["outcome"] not in _BEFORE_THE_IMPORT or hooks.is_loaded(site["module"])
+        # The hook that records an outcome runs while the import of its module is still under way; a preview is in no ledger.
+        recorded = ledger.site(site["patch"], site["module"]) is not None
+        site["loaded"] = (recorded and site["outcome"] not in _BEFORE_THE_IMPORT) or hooks.is_loaded(site["module"])
     return {
         "format": FORMAT,
         "fusepatch": __version__,

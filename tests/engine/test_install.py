@@ -421,7 +421,10 @@ def test_a_handler_that_breaks_after_upstream_returned_leaves_upstreams_result(
     assert module.scale(1) == 1
     assert module.calls == [1], "upstream's code does not run twice"
     (note,) = ledger.fallbacks("p")
-    assert "the patch itself failed in toylib.core.scale; upstream's code had run, and its result" in note.text
+    assert (
+        "the patch itself failed in toylib.core.scale; upstream's code had run, and the caller gets its result"
+        in note.text
+    )
     assert "a fault of the patch" in note.text
 
 
@@ -447,7 +450,7 @@ def test_upstreams_error_is_not_hidden_by_a_fault_of_the_patch(
     assert raised.traceback[-1].name == "scale"
     assert module.calls == [error]
     (note,) = ledger.fallbacks("p")
-    assert "its error is what the caller gets" in note.text
+    assert "the caller gets its error" in note.text
 
 
 def test_an_error_that_a_handler_raises_from_upstreams_passes(counting: Callable[..., ModuleType]) -> None:
