@@ -86,7 +86,7 @@ def judge(site: Site, module: ModuleType | None = None) -> Verdict:
     unclear = tuple(seen.slot.path for seen in unfit)
     if gate.tested:
         return Verdict(Kind.FITS, Reason(f"{found}"), version, unclear=unclear)
-    told = f"{found}, which is untested (tested: {site.upstream.tested})"
+    told = f"{found}; not tested (tested: {site.upstream.tested}), but the targets have the known shape"
     return Verdict(Kind.FITS, Reason(told), version, ("untested",), unclear)
 
 
