@@ -133,6 +133,19 @@ def test_a_module_that_was_imported_anew_is_wrapped_anew() -> None:
     ]
 
 
+def remove_unload_and_activate() -> list[Any]:
+    seen = [fusepatch.is_applied("optimizer.flags")]
+    fusepatch.deactivate("optimizer.flags")
+    seen.append(outcome("optimizer.flags", MODULE))
+    del sys.modules[MODULE]
+    fusepatch.activate()
+    return [*seen, outcome("optimizer.flags", MODULE), fusepatch.is_applied("optimizer.flags")]
+
+
+def test_a_removed_place_that_is_unloaded_waits_again_after_activation() -> None:
+    assert forked(remove_unload_and_activate) == [True, "REMOVED", "PENDING", True]
+
+
 def train_with_a_loop_of_their_own(folder: str) -> tuple[list[str], int | None, str]:
     """Unsloth's way: the Trainer's loop made anew from its source when a model is loaded."""
     import inspect

@@ -51,6 +51,12 @@ def test_the_versions_are_those_of_the_sites_that_decide_each_once_with_its_flag
     assert found.detail == "torch 2.13.0+cpu (late, untested), trl of unknown version"
 
 
+def test_what_waits_is_named_beside_what_is_applied() -> None:
+    sites = (site(Outcome.APPLIED), site(Outcome.PENDING, "trl"), site(Outcome.ABSENT, "verl"))
+    assert line(*sites, outcome=Outcome.APPLIED, planned=False).detail == "lib 1.0; waiting: trl.core"
+    assert line(*sites, outcome=Outcome.PENDING, planned=True).detail == "trl 1.0"
+
+
 def test_an_outcome_that_no_site_has_is_explained_by_the_patch() -> None:
     assert line(site(Outcome.APPLIED), outcome=Outcome.DRIFTED).detail == "the patch's own reason"
 
