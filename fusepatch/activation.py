@@ -216,12 +216,9 @@ def _switched_off(patch: Patch, site: Site, found: str, action: str) -> SiteReco
 
 
 def _lost() -> Iterator[tuple[str, str]]:
-    """What was asked for, was wrapped, and is not reached any more: the patch and why. A replacement that holds the wrapper is
-    assumed to call it."""
+    """What was asked for, was wrapped, and is not reached any more: the patch and why."""
     for patch, site in _asked_for:
-        shadowed = install.shadowed(patch.id, site)
-        replaced = tuple(path for path in shadowed.replaced if path not in shadowed.passing)
-        if replaced or shadowed.anew:
+        reason = sites.lost(patch.id, site)
+        if reason is not None:
             asked = ", ".join(f"{name}={text}" for name, text in _asking(patch, settings.current()).items())
-            reason = sites.shadowed_by(site, install.Shadowed(replaced, anew=shadowed.anew))
             yield patch.id, f"{asked} was set, and is lost: {reason}"

@@ -24,9 +24,8 @@ def broken_by(function: Callable[..., Any], contract: Contract) -> str | None:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return "has no readable signature"
-    by_keyword = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    keywords = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    return _broken(by_keyword, keywords, contract)
+    by_keyword = tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+    return _broken(Contract(by_keyword, any(p.kind is p.VAR_KEYWORD for p in parameters)), contract)
 
 
 class Seen(NamedTuple):
@@ -51,16 +50,11 @@ def in_source(site: Site) -> tuple[Seen, ...] | None:
     return tuple(_seen(slot, scope) for slot in site.slots)
 
 
-class _Shape(NamedTuple):
-    by_keyword: set[str]
-    keywords: bool
-
-
 class _Scope(NamedTuple):
-    """What a module or a class binds its names to: functions, classes, or None for what only an import shows. Where it is `open`
-    there may be more names, from a base class or a star import."""
+    """What a module or a class binds its names to: the contract that a function keeps, a class, or None for what only an import shows.
+    Where it is `open` there may be more names, from a base class or a star import."""
 
-    names: Mapping[str, _Shape | _Scope | None]
+    names: Mapping[str, Contract | _Scope | None]
     open: bool
 
 
@@ -74,10 +68,12 @@ def _read(path: Path, changed: int) -> _Scope | None:
 
 
 def _scope(body: list[ast.stmt], derived: bool = False) -> _Scope:
-    names: dict[str, _Shape | _Scope | None] = {}
+    names: dict[str, Contract | _Scope | None] = {}
     for statement in body:
         if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
-            names[statement.name] = _shape(statement.args)
+            arguments = statement.args
+            by_keyword = tuple(argument.arg for argument in (*arguments.args, *arguments.kwonlyargs))
+            names[statement.name] = Contract(by_keyword, arguments.kwarg is not None)
         elif isinstance(statement, ast.ClassDef):
             more = bool(statement.bases or statement.keywords or statement.decorator_list)
             names[statement.name] = _scope(statement.body, more)
@@ -109,8 +105,8 @@ def _seen(slot: Slot, scope: _Scope) -> Seen:
     if "*" not in name and (scope.open or (classes and hasattr(object, name))):
         found.setdefault(name, None)
     inside = slot.path.removesuffix(name)
-    shapes = {inside + other: shape for other, shape in found.items() if isinstance(shape, _Shape)}
-    functions = {path: _broken(*shape, slot.contract) for path, shape in shapes.items()}
+    kept = {inside + other: bound for other, bound in found.items() if isinstance(bound, Contract)}
+    functions = {path: _broken(contract, slot.contract) for path, contract in kept.items()}
     return Seen(slot, functions, unclear=len(functions) < len(found))
 
 
@@ -123,11 +119,11 @@ def describe(slot: Slot) -> str:
     return f"{slot.path} taking {' and '.join(takes)}" if takes else slot.path
 
 
-def _broken(by_keyword: set[str], keywords: bool, contract: Contract) -> str | None:
-    missing = [name for name in contract.parameters if name not in by_keyword]
+def _broken(kept: Contract, contract: Contract) -> str | None:
+    missing = [name for name in contract.parameters if name not in kept.parameters]
     if missing:
         return f"no longer takes {', '.join(missing)}"
-    if contract.keywords and not keywords:
+    if contract.keywords and not kept.keywords:
         return "no longer takes further keywords"
     return None
 
@@ -153,7 +149,3 @@ def source_path(module: str) -> Path | None:
         if any(base.parent.glob(f"{base.name}.*")):
             return base.with_suffix(".so")
     return None
-
-
-def _shape(arguments: ast.arguments) -> _Shape:
-    return _Shape({a.arg for a in (*arguments.args, *arguments.kwonlyargs)}, arguments.kwarg is not None)

@@ -166,7 +166,7 @@ def look_again(patch: str, site: Site) -> SiteRecord | None:
         return recorded
     shadowed = install.shadowed(patch, site)
     if shadowed.replaced or shadowed.anew:
-        return record(patch, site, Outcome.SHADOWED, shadowed_by(site, shadowed), recorded.version)
+        return record(patch, site, Outcome.SHADOWED, _shadowed_by(site, shadowed), recorded.version)
     if sys.modules.get(site.module) is None:
         reason = Reason(
             f"{site.module} was wrapped, and is not in sys.modules any more",
@@ -176,8 +176,15 @@ def look_again(patch: str, site: Site) -> SiteRecord | None:
     return recorded
 
 
-def shadowed_by(site: Site, shadowed: install.Shadowed) -> Reason:
-    """Why calls of these targets do not reach the patch."""
+def lost(patch: str, site: Site) -> Reason | None:
+    """Why calls of a site that was wrapped do not reach the patch any more; None where they do. A replacement that holds the wrapper
+    is assumed to call it."""
+    shadowed = install.shadowed(patch, site)
+    replaced = tuple(path for path in shadowed.replaced if path not in shadowed.passing)
+    return _shadowed_by(site, shadowed._replace(replaced=replaced)) if replaced or shadowed.anew else None
+
+
+def _shadowed_by(site: Site, shadowed: install.Shadowed) -> Reason:
     if shadowed.anew:
         return Reason(
             f"{', '.join(shadowed.anew)} of {site.module} is upstream's original again: the module was reloaded or imported "
