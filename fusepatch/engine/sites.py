@@ -230,12 +230,17 @@ _SEVERITY = (
 def together(records: Sequence[SiteRecord]) -> tuple[Outcome, str]:
     """What became of a patch, and why, from what became of its sites.
 
-    A site whose module this process has not imported is waiting. It changes nothing about the sites that are in: with one of them,
-    the patch is APPLIED. A PENDING site whose module is loaded is not waiting, since calls go past it.
+    A site whose module this process has not imported is waiting, or of an unsupported version. It changes nothing about the sites
+    that are in: with one of them, the patch is APPLIED. A PENDING site whose module is loaded is not waiting, since calls go past it.
     """
-    waiting = [site for site in records if site.outcome is Outcome.PENDING and not hooks.is_loaded(site.module)]
-    decided = [site for site in records if site not in waiting and site.outcome is not Outcome.ABSENT]
-    first = min(decided or waiting or records, key=lambda site: _SEVERITY.index(site.outcome))
+    unused = [
+        site
+        for site in records
+        if site.outcome in (Outcome.PENDING, Outcome.GATED) and not hooks.is_loaded(site.module)
+    ]
+    waiting = [site for site in unused if site.outcome is Outcome.PENDING]
+    decided = [site for site in records if site not in unused and site.outcome is not Outcome.ABSENT]
+    first = min(decided or unused or records, key=lambda site: _SEVERITY.index(site.outcome))
     if waiting and first.outcome is Outcome.APPLIED:
         modules = ", ".join(site.module for site in waiting)
         places = len(decided) + len(waiting)

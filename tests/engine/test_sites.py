@@ -280,10 +280,10 @@ RANKED = (
     Outcome.FAILED,
     Outcome.DRIFTED,
     Outcome.SHADOWED,
-    Outcome.GATED,
     Outcome.REMOVED,
     Outcome.DISABLED,
     Outcome.APPLIED,
+    Outcome.GATED,
     Outcome.PENDING,
     Outcome.ABSENT,
 )
@@ -320,6 +320,13 @@ def test_a_place_that_is_used_and_not_patched_keeps_the_patch_from_being_applied
     assert sites.together((of(Outcome.APPLIED), used)) == (Outcome.PENDING, "json is PENDING")
     assert sites.together((of(Outcome.PENDING), used)) == (Outcome.PENDING, "json is PENDING")
     assert sites.together((of(Outcome.DRIFTED), used))[0] is Outcome.DRIFTED
+
+
+def test_an_unsupported_version_counts_where_it_is_used() -> None:
+    importlib.import_module("json")
+    assert sites.together((of(Outcome.APPLIED), of(Outcome.GATED, "json"))) == (Outcome.GATED, "json is GATED")
+    records = (of(Outcome.APPLIED), of(Outcome.GATED, "no_such.other"), of(Outcome.PENDING, "a.b"))
+    assert sites.together(records) == (Outcome.APPLIED, "applied in 1 of 2 places; waiting: a.b")
 
 
 def test_a_module_that_is_being_imported_still_waits(library: Callable[..., str]) -> None:
