@@ -238,7 +238,8 @@ def test_a_subinterpreter_can_import_it() -> None:
     import _xxsubinterpreters as interpreters
     import fusepatch
     other = interpreters.create()
-    interpreters.run_string(other, "import fusepatch; fusepatch.activate(); print(fusepatch.status()[0].id, flush=True)")
+    activate = "import fusepatch; fusepatch.activate(); print(fusepatch.status()[0].id, flush=True)"
+    interpreters.run_string(other, activate)
     interpreters.destroy(other)
     fusepatch.activate()
     print(fusepatch.status()[0].id)

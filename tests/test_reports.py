@@ -287,7 +287,8 @@ def a_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def a_worker_without(tmp_path: Path) -> Path:
-    """The report of one process in which the Liger that it loads has drifted from the shape that a patch is written for."""
+    """The report of one process in which the Liger that it loads has drifted from the shape that a patch is written
+    for."""
     package = tmp_path / "shadow" / "liger_kernel" / "transformers"
     package.mkdir(parents=True)
     (package.parent / "__init__.py").touch()

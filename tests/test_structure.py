@@ -1,4 +1,5 @@
-"""What a module may import, read from the sources; that patches declare what they read; that what is public is exported."""
+"""What a module may import, read from the sources; that patches declare what they read; that what is public is
+exported."""
 
 from __future__ import annotations
 

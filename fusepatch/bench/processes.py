@@ -43,8 +43,8 @@ def read_peer(text: str, implementations: Collection[str]) -> Peer:
     matches = [known for known in implementations if name == known or name.startswith(f"{known}-")]
     if not matches:
         raise PeerError(
-            f"--peer {text}: {name!r} names no implementation. Wanted NAME=PATH, where NAME is one of {', '.join(implementations)}, "
-            f"or one of these with a label, as in liger-0.8.3."
+            f"--peer {text}: {name!r} names no implementation. Wanted NAME=PATH, where NAME is one of "
+            f"{', '.join(implementations)}, or one of these with a label, as in liger-0.8.3."
         )
     # Only a regular file is opened to see: a FIFO would wait for its writer.
     if not os.path.isdir(path) and not (os.path.isfile(path) and zipfile.is_zipfile(path)):

@@ -113,7 +113,8 @@ class Answer(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status; `run` does not return, since it becomes the program that it starts."""
+    """Run one command and return its exit status; `run` does not return, since it becomes the program that it
+    starts."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         return run.become(given[1:]) if _is_run(given) else _answered(given)

@@ -1,7 +1,7 @@
 """Another optimizer class in the place of the one that a caller names: found by its path, checked, constructed.
 
-Every argument is decided before the class is constructed, from its signature: what the caller passes carries over where the
-class takes it, what was asked for by name must be taken. An optimizer is constructed once, in the object that the
+Every argument is decided before the class is constructed, from its signature: what the caller passes carries over where
+the class takes it, what was asked for by name must be taken. An optimizer is constructed once, in the object that the
 caller is about to get, so whatever holds that object holds the class that was asked for.
 """
 
@@ -90,8 +90,8 @@ def resolve(path: str) -> type[Optimizer]:
         raise OptimizerClassError(_not_found(path, module_name, error.name or module_name)) from error
     except Exception as error:
         raise OptimizerClassError(
-            f"{VARIABLE}={path}: importing {module_name} raised {type(error).__name__}: {error}; the optimizer cannot be "
-            f"constructed; repair that package, or unset the variable for the framework's own class"
+            f"{VARIABLE}={path}: importing {module_name} raised {type(error).__name__}: {error}; the optimizer cannot "
+            "be constructed; repair that package, or unset the variable for the framework's own class"
         ) from error
     found = getattr(module, name, None)
     if found is None:
@@ -99,19 +99,21 @@ def resolve(path: str) -> type[Optimizer]:
     if not isinstance(found, type):
         kind = "a function" if inspect.isroutine(found) else f"an object of {type(found).__name__}"
         raise OptimizerClassError(
-            f"{VARIABLE}={path} is {kind}; wanted is a class derived from torch.optim.Optimizer, so that type(optimizer) is what "
-            f"was asked for; name the class that it makes, and put its arguments into {ARGUMENTS}"
+            f"{VARIABLE}={path} is {kind}; wanted is a class derived from torch.optim.Optimizer, so that "
+            "type(optimizer) is what was asked for; name the class that it makes, and put its arguments into "
+            f"{ARGUMENTS}"
         )
     if not issubclass(found, torch.optim.Optimizer):
         bases = ", ".join(base.__qualname__ for base in found.__mro__[:-1])
         raise OptimizerClassError(
-            f"{VARIABLE}={path} is no optimizer: it derives from {bases}, wanted is torch.optim.Optimizer, which schedulers and "
-            f"frameworks insist on; name another class"
+            f"{VARIABLE}={path} is no optimizer: it derives from {bases}, wanted is torch.optim.Optimizer, which "
+            "schedulers and frameworks insist on; name another class"
         )
     if inspect.isabstract(found) or type(found).__call__ is not type.__call__:
         raise OptimizerClassError(
             f"{VARIABLE}={path} cannot be constructed in another class's place: it is abstract, or its metaclass "
-            f"{type(found).__qualname__} has a way of its own to make instances; name a class that is made in the ordinary way"
+            f"{type(found).__qualname__} has a way of its own to make instances; name a class that is made in the "
+            "ordinary way"
         )
     return found
 
@@ -120,17 +122,17 @@ def _not_found(path: str, module: str, missing: str) -> str:
     top = module.partition(".")[0]
     if missing == top:
         return (
-            f"{VARIABLE}={path}: there is no module {top} in this Python; the optimizer cannot be constructed; install it "
-            f"(`pip install {top.replace('_', '-')}`, if the package is called that), or correct the path"
+            f"{VARIABLE}={path}: there is no module {top} in this Python; the optimizer cannot be constructed; install "
+            f"it (`pip install {top.replace('_', '-')}`, if the package is called that), or correct the path"
         )
     if module == missing or module.startswith(f"{missing}."):
         return (
-            f"{VARIABLE}={path}: {missing.rpartition('.')[0]} has no module {missing.rpartition('.')[2]}; the optimizer cannot "
-            f"be constructed; correct the path, or install a version of {top} that has it"
+            f"{VARIABLE}={path}: {missing.rpartition('.')[0]} has no module {missing.rpartition('.')[2]}; the "
+            f"optimizer cannot be constructed; correct the path, or install a version of {top} that has it"
         )
     return (
-        f"{VARIABLE}={path}: importing {module} needs the module {missing}, which is not installed; the optimizer cannot be "
-        f"constructed; install {missing.partition('.')[0]}"
+        f"{VARIABLE}={path}: importing {module} needs the module {missing}, which is not installed; the optimizer "
+        f"cannot be constructed; install {missing.partition('.')[0]}"
     )
 
 
@@ -147,7 +149,10 @@ def _no_attribute(path: str, module: Any, name: str) -> str:
     nearest = difflib.get_close_matches(name.lower(), folded, n=1)
     hint = f"; the nearest is {folded[nearest[0]]}" if nearest else ""
     has = f" It has the optimizers {', '.join(sorted(optimizers))}." if optimizers else ""
-    return f"{VARIABLE}={path}: {module.__name__} has no {name}{hint}; the optimizer cannot be constructed; correct the path.{has}"
+    return (
+        f"{VARIABLE}={path}: {module.__name__} has no {name}{hint}; the optimizer cannot be constructed; correct the "
+        f"path.{has}"
+    )
 
 
 def accepts(kind: type[Optimizer]) -> Accepts:
@@ -245,7 +250,10 @@ def plan(
     _check_complete(path, takes, kwargs)
     decay = sorted({group["weight_decay"] for group in groups if group.get("weight_decay")})
     if decay and takes.parameter("weight_decay") is None and "weight_decay" not in kwargs:
-        text = f"the class takes no weight_decay, so {', '.join(map(str, decay))} in the param groups from {source} has no effect"
+        text = (
+            f"the class takes no weight_decay, so {', '.join(map(str, decay))} in the param groups from {source} has "
+            "no effect"
+        )
         notes.append(Note("refused", text))
     return Plan(kwargs, tuple(notes))
 
@@ -259,16 +267,16 @@ def _check_asked(path: str, takes: Accepts, asked: Mapping[str, Any]) -> None:
         )
     if takes.first.name in asked:
         raise OptimizerClassError(
-            f"{ARGUMENTS} names {takes.first.name!r}, the first argument of {path}: the parameters come from the framework; "
-            f"take it out. {path} accepts {takes}."
+            f"{ARGUMENTS} names {takes.first.name!r}, the first argument of {path}: the parameters come from the "
+            f"framework; take it out. {path} accepts {takes}."
         )
     unknown = [name for name in asked if name not in takes.named and name not in takes.forwarded]
     if unknown and not takes.any_keyword:
         nearest = difflib.get_close_matches(unknown[0], [*takes.named, *takes.forwarded], n=1)
         hint = f" ({unknown[0]!r} is nearest to {nearest[0]!r})" if nearest else ""
         raise OptimizerClassError(
-            f"{ARGUMENTS} names {', '.join(map(repr, unknown))}, which {path} does not take{hint}; the optimizer is not "
-            f"constructed; correct or remove it. {path} accepts {takes}."
+            f"{ARGUMENTS} names {', '.join(map(repr, unknown))}, which {path} does not take{hint}; the optimizer is "
+            f"not constructed; correct or remove it. {path} accepts {takes}."
         )
 
 
@@ -280,8 +288,9 @@ def _check_complete(path: str, takes: Accepts, kwargs: Mapping[str, Any]) -> Non
     ]
     if missing:
         raise OptimizerClassError(
-            f"{VARIABLE}={path}: its constructor needs {', '.join(map(repr, missing))}, which no framework passes; the optimizer is "
-            f"not constructed; give {'it' if len(missing) == 1 else 'them'} in {ARGUMENTS}, a JSON object. {path} accepts {takes}."
+            f"{VARIABLE}={path}: its constructor needs {', '.join(map(repr, missing))}, which no framework passes; the "
+            f"optimizer is not constructed; give {'it' if len(missing) == 1 else 'them'} in {ARGUMENTS}, a JSON "
+            f"object. {path} accepts {takes}."
         )
 
 
@@ -333,11 +342,12 @@ def become(
     except Exception as error:
         shown = ", ".join(f"{name}={_shown(value)}" for name, value in kwargs.items())
         raise OptimizerClassError(
-            f"{VARIABLE}={path}: {kind.__qualname__}(params{', ' if shown else ''}{shown}) raised {type(error).__name__}: {error}; "
-            f"no step was taken; change {ARGUMENTS}, or name a class that can serve these parameters. {path} accepts {takes}."
+            f"{VARIABLE}={path}: {kind.__qualname__}(params{', ' if shown else ''}{shown}) raised "
+            f"{type(error).__name__}: {error}; no step was taken; change {ARGUMENTS}, or name a class that can serve "
+            f"these parameters. {path} accepts {takes}."
         ) from error
     if not all("lr" in group for group in optimizer.param_groups):
         raise OptimizerClassError(
-            f"{VARIABLE}={path}: its param groups have no 'lr', so a framework's learning rate schedule cannot set it; no step was "
-            f"taken; name a class that keeps its learning rate there"
+            f"{VARIABLE}={path}: its param groups have no 'lr', so a framework's learning rate schedule cannot set it; "
+            "no step was taken; name a class that keeps its learning rate there"
         )

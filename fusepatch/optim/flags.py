@@ -56,14 +56,16 @@ class Group(NamedTuple):
 
 
 class Note(NamedTuple):
-    """Something to tell: `kind` is replaced, kept, refused (asked for by the environment, not done), fallback or warning."""
+    """Something to tell: `kind` is replaced, kept, refused (asked for by the environment, not done), fallback or
+    warning."""
 
     kind: str
     text: str
 
 
 class Decision(NamedTuple):
-    """The flags of one group; None is torch's own default. `chosen`: `fused=True` is ours, the caller had not passed it."""
+    """The flags of one group; None is torch's own default. `chosen`: `fused=True` is ours, the caller had not passed
+    it."""
 
     fused: bool | None
     foreach: bool | None
@@ -84,7 +86,8 @@ def decide(group: Group, request: Request) -> Decision:
 
 
 def _one_of_both(group: Group) -> tuple[bool | None, bool | None]:
-    """Both arrived true: the user's stays, between two of a framework the multi-tensor form; torch refuses two of a user."""
+    """Both arrived true: the user's stays, between two of a framework the multi-tensor form; torch refuses two of a
+    user."""
     if not group.got("fused").by_user:
         return None, True
     return True, (True if group.got("foreach").by_user else None)
@@ -169,8 +172,8 @@ def _wrong(group: Group, action: str) -> Note:
     """What is said of a `fused=True` that is not ours and stays, where the kernel presumes what does not hold."""
     return Note(
         "warning",
-        f"fused=True from {group.source} left as it is, but {group.verdict.wrong}: torch's fused kernel trains on wrong numbers "
-        f"without a word there, or its step raises; {action}",
+        f"fused=True from {group.source} left as it is, but {group.verdict.wrong}: torch's fused kernel trains on "
+        f"wrong numbers without a word there, or its step raises; {action}",
     )
 
 
@@ -185,7 +188,8 @@ def _fused_by_rule(
             notes.append(
                 Note(
                     "fallback",
-                    f"fused=True from {group.source} left as it is (FUSEPATCH_OPTIMIZER_FUSED=0 takes it away), but {reason}",
+                    f"fused=True from {group.source} left as it is (FUSEPATCH_OPTIMIZER_FUSED=0 takes it away), but "
+                    f"{reason}",
                 )
             )
         return value, foreach, False
@@ -243,8 +247,8 @@ def _because(flag: str, fused: bool | None, foreach: bool | None, request: Reque
 def with_flags_of(live: list[dict[str, Any]], saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The param groups of a checkpoint with `fused` and `foreach` of the optimizer that loads it; new dictionaries.
 
-    A group's learning rate, betas, eps and all else stay the checkpoint's. Where the two differ in number of groups, the
-    checkpoint's come back unchanged, for torch to refuse.
+    A group's learning rate, betas, eps and all else stay the checkpoint's. Where the two differ in number of groups,
+    the checkpoint's come back unchanged, for torch to refuse.
     """
     if len(live) != len(saved):
         return saved

@@ -1,14 +1,16 @@
-"""The optimizer's step inside backward: each parameter is updated as soon as its gradient is complete, which is then freed.
+"""The optimizer's step inside backward: each parameter is updated as soon as its gradient is complete, which is then
+freed.
 
-The one real optimizer does the work, parameter by parameter: torch's post-accumulate-grad hooks run the class's own step on a
-view of the parameter's group. State, param groups, learning rate and checkpoints stay where they always are, and the
-framework's own `step()` finds no gradients and changes nothing. What a hook does not take (a parameter that was added or
-unfrozen later, a batch during which the hooks are disarmed) keeps its gradient, and that same `step()` updates it.
+The one real optimizer does the work, parameter by parameter: torch's post-accumulate-grad hooks run the class's own
+step on a view of the parameter's group. State, param groups, learning rate and checkpoints stay where they always are,
+and the framework's own `step()` finds no gradients and changes nothing. What a hook does not take (a parameter that was
+added or unfrozen later, a batch during which the hooks are disarmed) keeps its gradient, and that same `step()` updates
+it.
 
 Exact where one backward makes the whole gradient, an update needs nothing but its own parameter, and nothing reads a
-parameter between its update and the end of that backward. `obstacles` names what is in the way before; a parameter whose
-gradient arrives in several parts raises at the second one. Who reads an updated weight is found out by autograd, whose version
-counter every update raises, and where a checkpointed region is computed again by `recomputed`.
+parameter between its update and the end of that backward. `obstacles` names what is in the way before; a parameter
+whose gradient arrives in several parts raises at the second one. Who reads an updated weight is found out by autograd,
+whose version counter every update raises, and where a checkpointed region is computed again by `recomputed`.
 """
 
 from __future__ import annotations
@@ -54,8 +56,9 @@ KNOWN_STEPS: Mapping[str, frozenset[str]] = {
     "bitsandbytes": frozenset({"Optimizer8bit"}),
     "transformers": frozenset({"Adafactor"}),
 }
-"""By package, the classes whose `step` updates each parameter from that parameter's gradient, state and group alone. Every
-8-bit, 4-bit and float8 Adam of torchao and every optimizer of bitsandbytes but LARS has the step of the class given here."""
+"""By package, the classes whose `step` updates each parameter from that parameter's gradient, state and group alone.
+Every 8-bit, 4-bit and float8 Adam of torchao and every optimizer of bitsandbytes but LARS has the step of the class
+given here."""
 
 _WRAPPERS: Mapping[str, tuple[str, str, str]] = {
     "torch.nn.parallel.distributed.DistributedDataParallel": (
@@ -97,16 +100,16 @@ class Obstacle(NamedTuple):
 
 
 def refuse(where: str, obstacles: Collection[Obstacle], begun: bool = False) -> None:
-    """Raise InBackwardError with every obstacle, if there is one. `where` names whose training it is, `begun` says that it
-    has taken steps already."""
+    """Raise InBackwardError with every obstacle, if there is one. `where` names whose training it is, `begun` says that
+    it has taken steps already."""
     if obstacles:
         listed = "\n".join(f"  - {obstacle}" for obstacle in obstacles)
         consequence = "training did not start and no parameter was changed"
         if begun:
             consequence = "training stops before this step has changed a parameter"
         raise InBackwardError(
-            f"the optimizer of {where} cannot run inside backward (FUSEPATCH_OPTIMIZER_IN_BACKWARD=1); {consequence}:\n{listed}\n"
-            f"Change that, or unset FUSEPATCH_OPTIMIZER_IN_BACKWARD."
+            f"the optimizer of {where} cannot run inside backward (FUSEPATCH_OPTIMIZER_IN_BACKWARD=1); "
+            f"{consequence}:\n{listed}\nChange that, or unset FUSEPATCH_OPTIMIZER_IN_BACKWARD."
         )
 
 
@@ -146,8 +149,8 @@ def _of_optimizer(optimizer: Any) -> Iterable[Obstacle]:
         known = "; ".join(f"{package}: {', '.join(sorted(owners))}" for package, owners in KNOWN_STEPS.items())
         yield Obstacle(
             f"the step of the optimizer {name} is {step.__module__}.{step.__qualname__}",
-            "it is not known to update each parameter from that parameter alone (a closure, or a statistic over all parameters, "
-            "cannot be had inside backward)",
+            "it is not known to update each parameter from that parameter alone (a closure, or a statistic over all "
+            "parameters, cannot be had inside backward)",
             f"use one of the classes with a known step, or a subclass that keeps it ({known})",
         )
     yield from _of_step(optimizer)
@@ -163,9 +166,10 @@ def _of_optimizer(optimizer: Any) -> Iterable[Obstacle]:
     ):
         yield Obstacle(
             "bitsandbytes' GlobalOptimManager overrides settings of single parameters",
-            "it finds them by their place in the param groups (frameworks register some for embeddings with their own names of 8-bit classes)",
-            "pass the class instead, without overrides (FUSEPATCH_OPTIMIZER_CLASS=bitsandbytes.optim.AdamW8bit), or take "
-            "torchao.optim.AdamW8bit",
+            "it finds them by their place in the param groups (frameworks register some for embeddings with their own "
+            "names of 8-bit classes)",
+            "pass the class instead, without overrides (FUSEPATCH_OPTIMIZER_CLASS=bitsandbytes.optim.AdamW8bit), or "
+            "take torchao.optim.AdamW8bit",
         )
 
 
@@ -180,9 +184,10 @@ def _of_step(optimizer: torch.optim.Optimizer) -> Iterable[Obstacle]:
         if not _is_ours(hook):
             yield Obstacle(
                 f"a step pre-hook is registered ({_described(_innermost(hook))})",
-                "it runs in step(), when the parameters are updated and the gradients gone, so whatever it does to gradients "
-                "(clipping, masking, averaging) would be lost",
-                "remove it, and change gradients in hooks of the parameters (Tensor.register_hook), which run before the update",
+                "it runs in step(), when the parameters are updated and the gradients gone, so whatever it does to "
+                "gradients (clipping, masking, averaging) would be lost",
+                "remove it, and change gradients in hooks of the parameters (Tensor.register_hook), which run before "
+                "the update",
             )
 
 
@@ -208,7 +213,8 @@ def of_own_step(optimizer: Any) -> Iterable[Obstacle]:
 def _replaced(found: str, by: Any) -> Obstacle:
     return Obstacle(
         f"{found} ({_described(by)})",
-        "in-backward takes the class's own step for each parameter, so whatever that function does besides would be lost",
+        "in-backward takes the class's own step for each parameter, so whatever that function does besides would be "
+        "lost",
         "leave the step as it is",
     )
 
@@ -239,8 +245,8 @@ def _unwrapped_step(step: Any) -> Any:
 def _foreign_wrapper(step: Any) -> Any:
     """The outermost wrapper of a step that is not torch's own; None where there is none.
 
-    `functools.wraps` copies names, so the module that a wrapper says it is from is that of what it wraps. Its globals are
-    its own.
+    `functools.wraps` copies names, so the module that a wrapper says it is from is that of what it wraps. Its globals
+    are its own.
     """
     step = _plain(step)
     while hasattr(step, "__wrapped__"):
@@ -308,9 +314,9 @@ class InBackward:
         stepped: returns the optimizer that the training is about to step, which must still be this one.
 
     Raises:
-        InBackwardError: out of backward, where a parameter's hook runs a second time before the optimizer's step; where the
-            step was replaced, a step pre-hook was added or another optimizer is stepped since (before anything is updated); and
-            where a checkpointed region reads an updated parameter when it is computed again.
+        InBackwardError: out of backward, where a parameter's hook runs a second time before the optimizer's step; where
+            the step was replaced, a step pre-hook was added or another optimizer is stepped since (before anything is
+            updated); and where a checkpointed region reads an updated parameter when it is computed again.
         RuntimeError: autograd's own, where a parameter that was saved for backward has been updated.
     """
 
@@ -344,8 +350,8 @@ class InBackward:
         _live.add(self)
 
     def _hook(self) -> Callable[[torch.Tensor], None]:
-        # The garbage collector does not see through a parameter's hooks: one that held this object, and with it the optimizer
-        # and all parameters, would keep them in memory for good. The optimizer's own hook keeps this object.
+        # The garbage collector does not see through a parameter's hooks: one that held this object, and with it the
+        # optimizer and all parameters, would keep them in memory for good. The optimizer's own hook keeps this object.
         this = weakref.ref(self)
 
         def update(parameter: torch.Tensor) -> None:
@@ -389,12 +395,13 @@ class InBackward:
                 return
             if parameter in self.updated:
                 raise InBackwardError(
-                    f"the gradient of {self.name(parameter)} arrived a second time before the optimizer's step, and its first part "
-                    f"has updated the parameter already (FUSEPATCH_OPTIMIZER_IN_BACKWARD=1). In-backward needs one backward per "
-                    f"optimizer step: no gradient accumulation, one loss.backward() in each training step, a step of this "
-                    f"{type(self.optimizer).__qualname__} (and of no other optimizer) after it, and "
-                    f'gradient_checkpointing_kwargs={{"use_reentrant": False}} where a module runs more than once in a forward. '
-                    f"Change that, or unset FUSEPATCH_OPTIMIZER_IN_BACKWARD; the weights of this step are not those of an ordinary one."
+                    f"the gradient of {self.name(parameter)} arrived a second time before the optimizer's step, and "
+                    "its first part has updated the parameter already (FUSEPATCH_OPTIMIZER_IN_BACKWARD=1). In-backward "
+                    "needs one backward per optimizer step: no gradient accumulation, one loss.backward() in each "
+                    f"training step, a step of this {type(self.optimizer).__qualname__} (and of no other optimizer) "
+                    'after it, and gradient_checkpointing_kwargs={"use_reentrant": False} where a module runs more '
+                    "than once in a forward. Change that, or unset FUSEPATCH_OPTIMIZER_IN_BACKWARD; the weights of "
+                    "this step are not those of an ordinary one."
                 )
             self.updated.add(parameter)
             if _storage(parameter):
@@ -408,7 +415,8 @@ class InBackward:
         return (vars(self.optimizer).get("step"), type(self.optimizer).step, *_pre_hooks(self.optimizer))
 
     def _look_again(self) -> None:
-        """Before the first update of a backward: whether the step is still the one that was judged, and will be taken."""
+        """Before the first update of a backward: whether the step is still the one that was judged, and will be
+        taken."""
         kind = type(self.optimizer)
         around = self._around_step()
         if around != self._around:
@@ -418,9 +426,9 @@ class InBackward:
             now = type(self._stepped())
             raise InBackwardError(
                 f"the optimizer that the training steps is another one ({now.__module__}.{now.__qualname__}) than the "
-                f"{kind.__module__}.{kind.__qualname__} whose step runs inside backward (FUSEPATCH_OPTIMIZER_IN_BACKWARD=1): it was "
-                f"exchanged during the forward. This step has changed no parameter. Exchange it between two steps, or unset "
-                f"FUSEPATCH_OPTIMIZER_IN_BACKWARD."
+                f"{kind.__module__}.{kind.__qualname__} whose step runs inside backward "
+                "(FUSEPATCH_OPTIMIZER_IN_BACKWARD=1): it was exchanged during the forward. This step has changed no "
+                "parameter. Exchange it between two steps, or unset FUSEPATCH_OPTIMIZER_IN_BACKWARD."
             )
         for hook in _pre_hooks(self.optimizer).values():
             if _is_ours(hook):  # they judge parameters and states before the first step
@@ -516,7 +524,8 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _raise_version(parameter: torch.Tensor) -> None:
-    """Make autograd see that a parameter has changed, which torch's fused kernels and those of other packages do not."""
+    """Make autograd see that a parameter has changed, which torch's fused kernels and those of other packages do
+    not."""
     from torch.autograd.graph import increment_version
 
     increment_version(parameter)
@@ -535,14 +544,15 @@ def explained() -> Iterator[None]:
         if not names:
             raise
         raise InBackwardError(
-            f"autograd needs a weight in backward whose gradient was complete before and has updated it "
-            f"(FUSEPATCH_OPTIMIZER_IN_BACKWARD=1): by shape and version it is {' or '.join(names)}. {DETACHED} Autograd's own "
-            f"words: {error}"
+            "autograd needs a weight in backward whose gradient was complete before and has updated it "
+            f"(FUSEPATCH_OPTIMIZER_IN_BACKWARD=1): by shape and version it is {' or '.join(names)}. {DETACHED} "
+            f"Autograd's own words: {error}"
         ) from error
 
 
 def _named_by(message: str) -> list[str]:
-    """The updated parameters that autograd's error can be about: the same version, and as many elements or a part of them."""
+    """The updated parameters that autograd's error can be about: the same version, and as many elements or a part of
+    them."""
     found = re.search(r"modified by an inplace operation: \[\S+ \[([\d, ]*)\]\].* is at version (\d+);", message)
     if found is None:
         return []
@@ -556,7 +566,7 @@ def _named_by(message: str) -> list[str]:
 
 
 DETACHED = (
-    "A weight that is also used without its gradient (weight.detach(), requires_grad switched off for a part of the forward) "
-    "may be read after its update; the weights of this step are not those of an ordinary one. Use a copy there "
-    "(weight.detach().clone()), or unset FUSEPATCH_OPTIMIZER_IN_BACKWARD."
+    "A weight that is also used without its gradient (weight.detach(), requires_grad switched off for a part of the "
+    "forward) may be read after its update; the weights of this step are not those of an ordinary one. Use a copy "
+    "there (weight.detach().clone()), or unset FUSEPATCH_OPTIMIZER_IN_BACKWARD."
 )

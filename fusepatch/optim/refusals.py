@@ -1,8 +1,8 @@
 """Which parameters an optimizer class cannot serve, known before its first step.
 
-Constructors accept almost everything and the first step raises, after the model has been loaded and a batch computed; in one
-case it reads memory that is not its own. The answers come from the class where it has them (the signature of its `step`, the
-dispatcher), from what was measured where not.
+Constructors accept almost everything and the first step raises, after the model has been loaded and a batch computed;
+in one case it reads memory that is not its own. The answers come from the class where it has them (the signature of its
+`step`, the dispatcher), from what was measured where not.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ BITSANDBYTES_KERNEL = "bitsandbytes::optimizer_update_8bit_blockwise"
 
 
 def obstacle(kind: type[torch.optim.Optimizer], parameters: Collection[torch.Tensor]) -> str | None:
-    """Why `kind` cannot train `parameters` in a framework's loop, as words for a sentence; None where nothing is known."""
+    """Why `kind` cannot train `parameters` in a framework's loop, as words for a sentence; None where nothing is
+    known."""
     closure = _required_by_step(kind)
     if closure:
         return f"its step() needs {closure}, and frameworks call step() without any argument"
@@ -42,14 +43,15 @@ def caution(kind: type[torch.optim.Optimizer], parameters: Collection[torch.Tens
         and any(distributed is not None and isinstance(parameter, distributed) for parameter in parameters)
     ):
         return (
-            f"the parameters are DTensors (FSDP2), and on a GPU with torch 2.11 its compiled step was seen to stop at the first one "
-            f"(OptimState8bit has no aten.view); torch 2.13 ran it; found is torch {_torch_version()}; take a newer one if it stops"
+            "the parameters are DTensors (FSDP2), and on a GPU with torch 2.11 its compiled step was seen to stop at "
+            f"the first one (OptimState8bit has no aten.view); torch 2.13 ran it; found is torch {_torch_version()}; "
+            "take a newer one if it stops"
         )
     # Set by torch on FSDP1's flat parameters and on the views of them that modules keep.
     if _derives(kind, "torchao") and any(getattr(parameter, "_fsdp_flattened", False) for parameter in parameters):
         return (
-            "the parameters are FSDP1's, whose optim_state_dict cannot gather its states: a checkpoint "
-            "that is made through it will fail (axolotl#2744, pytorch/ao#1185); save once early in the run, or use FSDP2"
+            "the parameters are FSDP1's, whose optim_state_dict cannot gather its states: a checkpoint that is made "
+            "through it will fail (axolotl#2744, pytorch/ao#1185); save once early in the run, or use FSDP2"
         )
     return None
 
@@ -73,11 +75,13 @@ STATES: Mapping[tuple[str, str], tuple[frozenset[str], ...]] = {
         frozenset({"step", "exp_avg_sq"}),
     ),
 }
-"""What a step takes for granted in a parameter's state once there is one, by the package and the class that define the step."""
+"""What a step takes for granted in a parameter's state once there is one, by the package and the class that define the
+step."""
 
 
 def lost_keys(optimizer: torch.optim.Optimizer, keys: Collection[str]) -> str | None:
-    """Which of `keys`, those that each param group has when it is constructed, are not there since something was loaded."""
+    """Which of `keys`, those that each param group has when it is constructed, are not there since something was
+    loaded."""
     for group in optimizer.param_groups:
         missing = sorted(set(keys) - set(group))
         if missing:
@@ -149,7 +153,10 @@ def _required_by_step(kind: type[torch.optim.Optimizer]) -> str:
 def _sparse_only(kind: type[torch.optim.Optimizer]) -> str | None:
     if not _derives(kind, "torch.optim", ("SparseAdam",)):
         return None
-    return "it takes sparse gradients only, and parameters that were to be trained by AdamW, which takes none, have dense ones"
+    return (
+        "it takes sparse gradients only, and parameters that were to be trained by AdamW, which takes none, have dense "
+        "ones"
+    )
 
 
 def _matrices_only(kind: type[torch.optim.Optimizer], parameters: Collection[torch.Tensor]) -> str | None:
@@ -157,8 +164,8 @@ def _matrices_only(kind: type[torch.optim.Optimizer], parameters: Collection[tor
     if not others or not _derives(kind, "torch.optim", ("Muon",)):
         return None
     return (
-        f"it takes matrices only, and {len(others)} of {len(parameters)} parameters are none (biases and the weights of norms have "
-        f"one dimension); frameworks hand over all parameters of a model in one optimizer"
+        f"it takes matrices only, and {len(others)} of {len(parameters)} parameters are none (biases and the weights "
+        "of norms have one dimension); frameworks hand over all parameters of a model in one optimizer"
     )
 
 
@@ -169,16 +176,16 @@ def _on_dtensors(kind: type[torch.optim.Optimizer], parameters: Iterable[torch.T
         return None
     if _derives(kind, "bitsandbytes"):
         return (
-            "the parameters are DTensors (FSDP2), and bitsandbytes' kernels take plain tensors only: they raise at the first step "
-            "or read memory that is not theirs (bitsandbytes#1633); torchao.optim.AdamW8bit serves DTensors"
+            "the parameters are DTensors (FSDP2), and bitsandbytes' kernels take plain tensors only: they raise at the "
+            "first step or read memory that is not theirs (bitsandbytes#1633); torchao.optim.AdamW8bit serves DTensors"
         )
     if _derives(kind, "torchao"):
         offloaded = [p for p in sharded if p.to_local().device.type not in (p.device_mesh.device_type, "meta")]
         if offloaded:
             return (
-                f"the parameters are DTensors of a {offloaded[0].device_mesh.device_type} mesh that are offloaded to the "
-                f"{offloaded[0].to_local().device.type}, and its compiled step mixes the two devices (pytorch/ao#1931); switch the "
-                f"CPU offload off"
+                f"the parameters are DTensors of a {offloaded[0].device_mesh.device_type} mesh that are offloaded to "
+                f"the {offloaded[0].to_local().device.type}, and its compiled step mixes the two devices "
+                "(pytorch/ao#1931); switch the CPU offload off"
             )
     return None
 
@@ -189,7 +196,10 @@ def _without_kernel(kind: type[torch.optim.Optimizer], parameters: Iterable[torc
     devices = {parameter.device.type for parameter in parameters} - {"meta"}
     library = getattr(sys.modules.get("bitsandbytes.cextension"), "lib", None)
     if "cuda" in devices and not getattr(library, "compiled_with_cuda", True):
-        return "bitsandbytes has found no library of its own for this CUDA; `python -m bitsandbytes` says what it looked for"
+        return (
+            "bitsandbytes has found no library of its own for this CUDA; `python -m bitsandbytes` says what it looked "
+            "for"
+        )
     without = sorted(device for device in devices if not _has_kernel(device))
     if without:
         return f"this bitsandbytes has no optimizer kernels for parameters on {', '.join(without)}"

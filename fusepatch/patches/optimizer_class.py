@@ -1,9 +1,9 @@
 """`optimizer.class`: the class of the optimizers that frameworks construct as `torch.optim.AdamW`.
 
-verl up to 0.6.0 and Trinity-RFT up to 0.4.0 name AdamW in their code; verl's `build_optimizer` and the Trainer arrive at it by
-default. One door serves them all: AdamW's own constructor, where the object that the caller is about to get becomes one of
-the class that was asked for. Classes that a user chose in a framework's configuration are other constructors' calls, and
-`optimizer_cls_and_kwargs` of the Trainer is looked at in its `create_optimizer`; both stand.
+verl up to 0.6.0 and Trinity-RFT up to 0.4.0 name AdamW in their code; verl's `build_optimizer` and the Trainer arrive
+at it by default. One door serves them all: AdamW's own constructor, where the object that the caller is about to get
+becomes one of the class that was asked for. Classes that a user chose in a framework's configuration are other
+constructors' calls, and `optimizer_cls_and_kwargs` of the Trainer is looked at in its `create_optimizer`; both stand.
 """
 
 from __future__ import annotations
@@ -60,8 +60,9 @@ def construct(proceed: Proceed, optimizer: Any, *args: Any, **kwargs: Any) -> An
         raise
     except Exception as error:
         raise OptimizerClassError(
-            f"FUSEPATCH_OPTIMIZER_CLASS={path}: the patch itself failed for AdamW in {caller}: {type(error).__name__}: {error}; no "
-            f"optimizer was constructed; please report this, and unset the variable for the framework's own class"
+            f"FUSEPATCH_OPTIMIZER_CLASS={path}: the patch itself failed for AdamW in {caller}: {type(error).__name__}: "
+            f"{error}; no optimizer was constructed; please report this, and unset the variable for the framework's "
+            "own class"
         ) from error
 
 
@@ -100,10 +101,12 @@ def _exchange(
         return None
     exchange.become(optimizer, path, kind, takes, params, planned.kwargs)
     carried = [name for name in planned.kwargs if name in given and name not in asked]
+    arguments_used = ", ".join(["parameters", *carried])
+    own_arguments = f" and {', '.join(asked)} of its own" if asked else ""
     ledger.replaced(
         ID,
-        f"{subject}: class torch.optim.AdamW -> {path} (FUSEPATCH_OPTIMIZER_CLASS), constructed with the caller's parameters"
-        f"{', ' if carried else ''}{', '.join(carried)}{' and ' + ', '.join(asked) + ' of its own' if asked else ''}",
+        f"{subject}: class torch.optim.AdamW -> {path} (FUSEPATCH_OPTIMIZER_CLASS), constructed with the caller's "
+        f"{arguments_used}{own_arguments}",
     )
     _tell(subject, planned.notes)
     _watch_loading(optimizer, subject)
@@ -125,8 +128,8 @@ def _given(
     takes: Accepts,
     parameters: Mapping[str, inspect.Parameter],
 ) -> dict[str, Given]:
-    """The arguments of the call with where they come from; None counts as not passed, and so does AdamW's own default of
-    what the class does not have."""
+    """The arguments of the call with where they come from; None counts as not passed, and so does AdamW's own default
+    of what the class does not have."""
     from fusepatch.optim.exchange import Given
 
     of_framework = caller.partition(".")[0] in FRAMEWORKS
@@ -155,15 +158,17 @@ _RECORD: Mapping[str, Callable[[str, str], None]] = {"replaced": ledger.replaced
 
 def _refusal(path: str, subject: str, obstacle: str) -> OptimizerClassError:
     return OptimizerClassError(
-        f"{subject}: FUSEPATCH_OPTIMIZER_CLASS={path} cannot train these parameters: {obstacle}. No step was taken; name another "
-        f"class, or unset the variable for the framework's own."
+        f"{subject}: FUSEPATCH_OPTIMIZER_CLASS={path} cannot train these parameters: {obstacle}. No step was taken; "
+        "name another class, or unset the variable for the framework's own."
     )
 
 
 def _compare_groups(subject: str, optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """`load_state_dict` pre-hook: a checkpoint of another class is found out before its states are taken for this one's.
+    """`load_state_dict` pre-hook: a checkpoint of another class is found out before its states are taken for this
+    one's.
 
-    Returns what is to be loaded: with the flags that tell the class that was asked for from another one with the same keys.
+    Returns what is to be loaded: with the flags that tell the class that was asked for from another one with the same
+    keys.
     """
     from fusepatch.optim import refusals
 
@@ -177,9 +182,9 @@ def _compare_groups(subject: str, optimizer: Any, state_dict: dict[str, Any]) ->
         if (numbers and more) or (_FLAGS_OF_TORCH.issubset(more) and not is_below(kind.__module__, ("torch.optim",))):
             raise _refusal_of_checkpoint(
                 kind,
-                f"the checkpoint was written by an optimizer of another class: its param groups have {', '.join(more)}, and lack "
-                f"{', '.join(missing) or 'nothing'}. Its states mean something else there, and training would go on from wrong "
-                f"ones or stop at the next step. Nothing was loaded",
+                "the checkpoint was written by an optimizer of another class: its param groups have "
+                f"{', '.join(more)}, and lack {', '.join(missing) or 'nothing'}. Its states mean something else there, "
+                "and training would go on from wrong ones or stop at the next step. Nothing was loaded",
             )
         kept = {
             name: live[name] for name in _OF_THE_CLASS if name in live and saved.get(name, live[name]) != live[name]
@@ -188,8 +193,8 @@ def _compare_groups(subject: str, optimizer: Any, state_dict: dict[str, Any]) ->
         for name, value in kept.items():
             ledger.replaced(
                 ID,
-                f"load_state_dict of {kind.__qualname__}, {subject}: {name}: {saved[name]} in the checkpoint -> {value}, which the "
-                f"class that was asked for has",
+                f"load_state_dict of {kind.__qualname__}, {subject}: {name}: {saved[name]} in the checkpoint -> "
+                f"{value}, which the class that was asked for has",
             )
     foreign = refusals.foreign_state(optimizer, state_dict["state"].values())
     if foreign is not None:
@@ -201,7 +206,8 @@ def _compare_groups(subject: str, optimizer: Any, state_dict: dict[str, Any]) ->
 
 
 def _look_for_keys(keys: Collection[str], optimizer: Any) -> None:
-    """`load_state_dict` post-hook: what the class reads in its groups and has not filled in by itself for older checkpoints."""
+    """`load_state_dict` post-hook: what the class reads in its groups and has not filled in by itself for older
+    checkpoints."""
     from fusepatch.optim import refusals
 
     found = refusals.lost_keys(optimizer, keys)
@@ -211,13 +217,14 @@ def _look_for_keys(keys: Collection[str], optimizer: Any) -> None:
 
 def _refusal_of_checkpoint(kind: type[Any], found: str) -> OptimizerClassError:
     return OptimizerClassError(
-        f"load_state_dict of {kind.__module__}.{kind.__qualname__}: {found}; start without the optimizer's checkpoint, or set "
-        f"FUSEPATCH_OPTIMIZER_CLASS to the class that wrote it"
+        f"load_state_dict of {kind.__module__}.{kind.__qualname__}: {found}; start without the optimizer's checkpoint, "
+        "or set FUSEPATCH_OPTIMIZER_CLASS to the class that wrote it"
     )
 
 
 _OF_THE_CLASS = ("decoupled_weight_decay",)
-"""Keys of a param group that are not hyperparameters but say which class it is: Adam and AdamW differ in nothing else."""
+"""Keys of a param group that are not hyperparameters but say which class it is: Adam and AdamW differ in nothing
+else."""
 
 _SCHEDULERS_OWN = frozenset({"params", "param_names", "initial_lr", "swa_lr"})
 """Keys of a param group that are not the optimizer class's."""
@@ -251,7 +258,8 @@ def _judged_at_first_step(path: str, subject: str) -> Callable[[Any, Any, Any], 
 
 
 def construct_other(proceed: Proceed, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Handler of the base class's constructor: records of a class that a framework's configuration chose that it stands."""
+    """Handler of the base class's constructor: records of a class that a framework's configuration chose that it
+    stands."""
     path = settings.current().optimizer_class
     if path is not None and not _is_adamw(optimizer):
         kind = type(optimizer)
@@ -260,7 +268,8 @@ def construct_other(proceed: Proceed, optimizer: Any, *args: Any, **kwargs: Any)
         if caller.partition(".")[0] in FRAMEWORKS and not _is_at(path, kind):
             ledger.replaced(
                 ID,
-                f"{name} in {caller} kept: the framework's configuration chose it, and beats FUSEPATCH_OPTIMIZER_CLASS={path}",
+                f"{name} in {caller} kept: the framework's configuration chose it, and beats "
+                f"FUSEPATCH_OPTIMIZER_CLASS={path}",
             )
     return proceed(optimizer, *args, **kwargs)
 
@@ -283,9 +292,9 @@ PATCH = Patch(
     id=ID,
     promise="Any optimizer class by its import path, in frameworks that hard-code AdamW too.",
     why=(
-        "verl up to 0.6.0 and Trinity-RFT up to 0.4.0 construct torch.optim.AdamW whatever the configuration says, the Trainer "
-        "knows a fixed list of names, and verl's build_optimizer hands its arguments to any class without looking whether it "
-        "takes them. 8-bit states, or an optimizer of one's own, mean editing the framework."
+        "verl up to 0.6.0 and Trinity-RFT up to 0.4.0 construct torch.optim.AdamW whatever the configuration says, the "
+        "Trainer knows a fixed list of names, and verl's build_optimizer hands its arguments to any class without "
+        "looking whether it takes them. 8-bit states, or an optimizer of one's own, mean editing the framework."
     ),
     upstream=(
         "https://github.com/pytorch/ao/issues/1931",
@@ -293,30 +302,36 @@ PATCH = Patch(
         "https://github.com/pytorch/ao/issues/1185",
         "https://github.com/pytorch/torchtune/pull/2152",
     ),
-    fixed_in="verl 0.6.1 takes optimizer and optimizer_impl, unchecked; the Trainer's optimizer_cls_and_kwargs needs code",
+    fixed_in="verl 0.6.1 takes optimizer and optimizer_impl, unchecked; the Trainer's optimizer_cls_and_kwargs needs "
+    "code",
     remove_when="every framework takes a class by path and checks its arguments",
     variables=("FUSEPATCH_OPTIMIZER_CLASS", "FUSEPATCH_OPTIMIZER_KWARGS", "FUSEPATCH_OPTIMIZER_SCOPE"),
     requested_by="FUSEPATCH_OPTIMIZER_CLASS",
     changes=(
         "where a framework constructs torch.optim.AdamW, the object that it gets is one of the class that "
         "FUSEPATCH_OPTIMIZER_CLASS names: type(optimizer) is that class, built by its own constructor",
-        "the framework's learning rate, betas, weight decay and param groups carry over where the class takes them; what the "
-        "framework passes of itself (fused=True, eps=1e-8) does not, and what the class does not take is left out and recorded",
+        "the framework's learning rate, betas, weight decay and param groups carry over where the class takes them; "
+        "what the framework passes of itself (fused=True, eps=1e-8) does not, and what the class does not take is left "
+        "out and recorded",
         "FUSEPATCH_OPTIMIZER_KWARGS is checked against the constructor's signature before anything is constructed",
-        "a class that cannot be imported, is no optimizer, lacks an argument, or cannot train these parameters (bitsandbytes on "
-        "DTensors, torchao on offloaded DTensors, SparseAdam, Muon with biases, a step that needs a closure) is an error at the "
-        "construction, with the reason",
+        "a class that cannot be imported, is no optimizer, lacks an argument, or cannot train these parameters "
+        "(bitsandbytes on DTensors, torchao on offloaded DTensors, SparseAdam, Muon with biases, a step that needs a "
+        "closure) is an error at the construction, with the reason",
         "one of torch's classes then gets fused and foreach as optimizer.flags decides",
     ),
     limits=(
-        'optim="adamw_torch" and "adamw_torch_fused" cannot be told from the Trainer\'s default, nor optimizer="AdamW" from verl\'s; '
-        "they are exchanged, any other choice in a framework's configuration stands",
-        "a **kwargs of the class gets the learning rate where no constructor names it, and nothing else that was not asked for",
-        "the constructor runs on an object that was made as an AdamW; a metaclass that makes instances in its own way is refused",
-        "frameworks that hand a configuration to DeepSpeed or Megatron construct no optimizer of torch, and are not reached",
-        "the checkpoint of another optimizer class is refused where its param groups or its states show that it is one (of classes "
-        "that are neither torch's, torchao's, bitsandbytes' nor transformers' Adafactor, the groups alone are known); where both have "
-        "what the class reads (Adam, AdamW, NAdam and RAdam), it is loaded, and decoupled_weight_decay stays that of the class",
+        'optim="adamw_torch" and "adamw_torch_fused" cannot be told from the Trainer\'s default, nor '
+        "optimizer=\"AdamW\" from verl's; they are exchanged, any other choice in a framework's configuration stands",
+        "a **kwargs of the class gets the learning rate where no constructor names it, and nothing else that was not "
+        "asked for",
+        "the constructor runs on an object that was made as an AdamW; a metaclass that makes instances in its own way "
+        "is refused",
+        "frameworks that hand a configuration to DeepSpeed or Megatron construct no optimizer of torch, and are not "
+        "reached",
+        "the checkpoint of another optimizer class is refused where its param groups or its states show that it is one "
+        "(of classes that are neither torch's, torchao's, bitsandbytes' nor transformers' Adafactor, the groups alone "
+        "are known); where both have what the class reads (Adam, AdamW, NAdam and RAdam), it is loaded, and "
+        "decoupled_weight_decay stays that of the class",
         "the Trainer keeps embeddings in 32 bits for its own adamw_bnb_8bit; for a class by path it does not",
     ),
     sites=(

@@ -1,8 +1,9 @@
 """`ray.worker_setup`: what the driver has switched on also holds in its Ray workers.
 
-`ray.init` gets two things into the job's `runtime_env`: the `FUSEPATCH*` variables, which exist before a worker's interpreter
-starts, and a `worker_process_setup_hook`, which runs in every worker before any task or actor. The hook travels by value: a
-name, or a function of this package, would kill every worker of a cluster in which fusepatch is not installed.
+`ray.init` gets two things into the job's `runtime_env`: the `FUSEPATCH*` variables, which exist before a worker's
+interpreter starts, and a `worker_process_setup_hook`, which runs in every worker before any task or actor. The hook
+travels by value: a name, or a function of this package, would kill every worker of a cluster in which fusepatch is not
+installed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from fusepatch.patches.upstreams import RAY
 ID = "ray.worker_setup"
 
 SUBMITTED_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-"""The variable in which `ray job submit` hands its runtime_env to the driver, as JSON. Ray refuses a key on both sides."""
+"""The variable in which `ray job submit` hands its runtime_env to the driver, as JSON. Ray refuses a key on both
+sides."""
 
 PROCESSED_HOOK = "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR"
 """What Ray makes of a hook, in the env_vars of the very dict that it was given: its dotted name, or a key."""
@@ -63,8 +65,8 @@ def warn_of_running_job(module: ModuleType) -> None:
     if not ray.is_initialized() or module.global_worker.mode == module.WORKER_MODE:
         return
     text = (
-        "Ray was initialised before fusepatch was activated, and the runtime_env of its job is fixed by then: its workers run "
-        "unpatched; import fusepatch before ray.init, or give the actors that train a "
+        "Ray was initialised before fusepatch was activated, and the runtime_env of its job is fixed by then: its "
+        "workers run unpatched; import fusepatch before ray.init, or give the actors that train a "
         'runtime_env={"env_vars": {"FUSEPATCH": "1"}} of their own'
     )
     ledger.fallback(ID, text)
@@ -98,8 +100,9 @@ def _merged(given: Mapping[str, Any], submitted: Mapping[str, Any], client: bool
         ledger.replaced(ID, f"ray.init: worker_process_setup_hook: fusepatch's own{before}")
     else:
         text = (
-            f"ray.init: no setup hook: {obstacle}; the variables travel, and the start-up file switches on those workers that "
-            f"have fusepatch installed; the others run unpatched and say nothing, which FUSEPATCH_REPORT brings to light"
+            f"ray.init: no setup hook: {obstacle}; the variables travel, and the start-up file switches on those "
+            "workers that have fusepatch installed; the others run unpatched and say nothing, which FUSEPATCH_REPORT "
+            "brings to light"
         )
         ledger.fallback(ID, text)
         ledger.warn_once(f"{ID}: {text}")
@@ -131,8 +134,8 @@ def _variables() -> dict[str, str]:
 def fusepatch_worker_setup(theirs: Callable[[], object] | str | None = None) -> None:
     """The hook, then the user's own (a function, or a dotted name as Ray takes it).
 
-    It is sent as code: it may use nothing of this module. What goes wrong on our side is said in the worker's log, which
-    Ray shows in the driver's, and the worker lives; what the user's own hook raises is Ray's to handle.
+    It is sent as code: it may use nothing of this module. What goes wrong on our side is said in the worker's log,
+    which Ray shows in the driver's, and the worker lives; what the user's own hook raises is Ray's to handle.
     """
     import importlib
     import os
@@ -170,9 +173,9 @@ PATCH = Patch(
     id=ID,
     promise="What the driver has switched on also holds in its Ray workers.",
     why=(
-        "verl, Trinity-RFT, OpenRLHF and Ray Train build their models and optimizers in Ray actors. An import in the driver does "
-        "not reach them, and workers of a cluster that was started elsewhere do not even inherit the driver's environment: the "
-        "patches would silently do nothing."
+        "verl, Trinity-RFT, OpenRLHF and Ray Train build their models and optimizers in Ray actors. An import in the "
+        "driver does not reach them, and workers of a cluster that was started elsewhere do not even inherit the "
+        "driver's environment: the patches would silently do nothing."
     ),
     upstream=(
         "https://github.com/ray-project/ray/issues/12627",
@@ -185,22 +188,23 @@ PATCH = Patch(
     variables=(),
     requested_by="",
     changes=(
-        "ray.init, called or automatic, gets FUSEPATCH=1 and the variables in force into runtime_env['env_vars'], and a "
-        "worker_process_setup_hook that imports fusepatch in every worker of the job before any task or actor: nested "
-        "and restarted actors too",
-        "the user's own stand: env_vars by key (FUSEPATCH=0 keeps the workers off), a hook by name or function (it runs after "
-        "ours), working_dir and all other fields, a job_config; none of these objects is changed, so that the same dict "
-        "can be used again",
-        "under `ray job submit`, keys and a hook that the job has already are left out, which Ray would refuse to merge",
+        "ray.init, called or automatic, gets FUSEPATCH=1 and the variables in force into runtime_env['env_vars'], and "
+        "a worker_process_setup_hook that imports fusepatch in every worker of the job before any task or actor: "
+        "nested and restarted actors too",
+        "the user's own stand: env_vars by key (FUSEPATCH=0 keeps the workers off), a hook by name or function (it "
+        "runs after ours), working_dir and all other fields, a job_config; none of these objects is changed, so that "
+        "the same dict can be used again",
+        "under `ray job submit`, keys and a hook that the job has already are left out, which Ray would refuse to "
+        "merge",
         "a worker that cannot import fusepatch, or cannot read a variable, says so in its log and lives",
     ),
     limits=(
         "where Ray was initialised before fusepatch was activated, its workers are out of reach; a warning says so",
-        "through ray://, beside a container or image_uri, and where a submitted job has a hook of its own, only the variables "
-        "travel; the start-up file then switches workers on, and where it is not installed nobody says so",
+        "through ray://, beside a container or image_uri, and where a submitted job has a hook of its own, only the "
+        "variables travel; the start-up file then switches workers on, and where it is not installed nobody says so",
         "ray.client(...).connect() to a remote cluster does not pass ray.init",
-        "with the patch disabled or taken out, workers of a cluster that this process starts still inherit FUSEPATCH=1 from "
-        "it, as every child does",
+        "with the patch disabled or taken out, workers of a cluster that this process starts still inherit FUSEPATCH=1 "
+        "from it, as every child does",
         "deactivate(id) in the driver does not travel; FUSEPATCH_DISABLE does",
     ),
     sites=(

@@ -1,4 +1,5 @@
-"""Reads the reports of many processes (`FUSEPATCH_REPORT`): which process trains with what, which are alike, what is not applied."""
+"""Reads the reports of many processes (`FUSEPATCH_REPORT`): which process trains with what, which are alike, what is
+not applied."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ _KINDS = {
 
 
 class Report(NamedTuple):
-    """What one directory holds: the processes' records as they wrote them, oldest first, and the files that are none."""
+    """What one directory holds: the processes' records as they wrote them, oldest first, and the files that are
+    none."""
 
     folder: str
     processes: tuple[dict[str, Any], ...]
@@ -66,8 +68,9 @@ def read(folder: str) -> Report:
         names = sorted(os.listdir(folder))
     except OSError as error:
         raise FusepatchError(
-            f"the reports cannot be read ({type(error).__name__}: {error}); wanted the directory that FUSEPATCH_REPORT named in "
-            f"the run, found --report {folder}. Nothing was checked; name that directory, on a machine that sees it."
+            f"the reports cannot be read ({type(error).__name__}: {error}); wanted the directory that FUSEPATCH_REPORT "
+            f"named in the run, found --report {folder}. Nothing was checked; name that directory, on a machine that "
+            "sees it."
         ) from None
     processes: list[dict[str, Any]] = []
     not_read = []
@@ -96,7 +99,8 @@ def _json(path: str) -> Any:
 
 
 def _content(path: str) -> bytes:
-    """The bytes of a regular file. Nothing else is opened, since that may wait for ever or do something (a FIFO, a device)."""
+    """The bytes of a regular file. Nothing else is opened, since that may wait for ever or do something (a FIFO, a
+    device)."""
     mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode):
         raise ValueError(f"{_KINDS.get(stat.S_IFMT(mode), 'no regular file')}, which is not opened")
@@ -177,7 +181,8 @@ def missing(report: Report, required: Sequence[str]) -> list[str]:
 
 
 def used(report: Report, ids: Sequence[str]) -> str:
-    """In how many processes each patch has a target, and how many calls went through it; every patch where none is named."""
+    """In how many processes each patch has a target, and how many calls went through it; every patch where none is
+    named."""
     targets: dict[str, set[int]] = {}
     calls: dict[str, int] = {}
     for index, process in enumerate(report.processes):

@@ -1,5 +1,5 @@
-"""What the report of a process holds: who it is, and the records of its patches as plain data; written here, and checked here
-when it is read."""
+"""What the report of a process holds: who it is, and the records of its patches as plain data; written here, and
+checked here when it is read."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ _FORM: Mapping[str, Any] = {
         }
     ],
 }
-"""The report's form: a type, `Outcome` for the name of one, `[form]` for a list, `(type,)` for a value that may be null, an
-object of names, and `{None: form}` for an object of any names."""
+"""The report's form: a type, `Outcome` for the name of one, `[form]` for a list, `(type,)` for a value that may be
+null, an object of names, and `{None: form}` for an object of any names."""
 
 _JSON_NAMES: Mapping[type, str] = {
     dict: "an object",
@@ -121,7 +121,8 @@ def as_data(record: PatchRecord) -> dict[str, Any]:
 def checked(record: Any, seen: dict[str, Any]) -> dict[str, Any]:
     """The report that someone read from JSON, with the fields of `FORMAT` and no other ones.
 
-    `seen` is for the caller to keep while it reads many reports: what many processes say alike is then checked and held once.
+    `seen` is for the caller to keep while it reads many reports: what many processes say alike is then checked and held
+    once.
 
     Raises:
         ValueError: it is no report, or one of another format, or a field is missing or holds something else.
@@ -130,7 +131,8 @@ def checked(record: Any, seen: dict[str, Any]) -> dict[str, Any]:
         raise ValueError("none of fusepatch's: JSON of another kind")
     if record["format"] != FORMAT:
         raise ValueError(
-            f"written by fusepatch {_shown(record['fusepatch'])} in format {_shown(record['format'])}; this one reads {FORMAT}"
+            f"written by fusepatch {_shown(record['fusepatch'])} in format {_shown(record['format'])}; this one reads "
+            f"{FORMAT}"
         )
     found: dict[str, Any] = _checked(record, _FORM, "", seen)
     return found

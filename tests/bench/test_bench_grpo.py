@@ -1,4 +1,5 @@
-"""`python -m fusepatch bench grpo` on the CPU with tiny shapes: real peers, and peers that are wrong, given by `--peer`."""
+"""`python -m fusepatch bench grpo` on the CPU with tiny shapes: real peers, and peers that are wrong, given by
+`--peer`."""
 
 from __future__ import annotations
 
@@ -80,7 +81,8 @@ def peers_of(document: dict[str, Any], case: str) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def everything(tmp_path_factory: pytest.TempPathFactory) -> tuple[Completed, dict[str, Any], str]:
-    """One run over every case and peer, with stand-ins for cut-cross-entropy: right, wrong, NaN, and one that raises."""
+    """One run over every case and peer, with stand-ins for cut-cross-entropy: right, wrong, NaN, and one that
+    raises."""
     where = tmp_path_factory.mktemp("bench")
     done = bench(
         "grpo",

@@ -1,4 +1,5 @@
-"""The step inside backward, on torch's own optimizers: equal to the ordinary step, and refused where it would not be."""
+"""The step inside backward, on torch's own optimizers: equal to the ordinary step, and refused where it would not
+be."""
 
 from __future__ import annotations
 

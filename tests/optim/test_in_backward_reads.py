@@ -1,4 +1,5 @@
-"""A weight that backward reads after its update: what autograd sees, what the look at recomputation sees, and what neither does.
+"""A weight that backward reads after its update: what autograd sees, what the look at recomputation sees, and what
+neither does.
 
 Whatever the way of reading, the weights are those of the ordinary step or an error is raised.
 """

@@ -1,4 +1,5 @@
-"""`liger.grpo_loss` against the installed Liger on the CPU: same loss, metrics and gradients, and each known exception."""
+"""`liger.grpo_loss` against the installed Liger on the CPU: same loss, metrics and gradients, and each known
+exception."""
 
 from __future__ import annotations
 

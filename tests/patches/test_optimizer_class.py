@@ -330,7 +330,8 @@ def test_the_checkpoint_of_another_class_is_refused_before_it_is_loaded() -> Non
 
 
 FAMILY = [
-    "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
+    "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop", "Rprop",
+    "SGD",
 ]  # fmt: skip
 
 
@@ -495,7 +496,8 @@ def test_both_patches_hold_in_the_modules_that_they_share() -> None:
     code = """
         import fusepatch
         import torch
-        sites = [site for patch in fusepatch.status() if patch.id in ("optimizer.class", "optimizer.flags") for site in patch.sites]
+        both = [patch for patch in fusepatch.status() if patch.id in ("optimizer.class", "optimizer.flags")]
+        sites = [site for patch in both for site in patch.sites]
         print(sorted((site.patch, site.outcome.value) for site in sites if site.module == "torch.optim.adamw"))
     """
     done = fresh(code, env={"PYTHONPATH": str(CHECKOUT)}, check=True)
@@ -531,6 +533,9 @@ def test_values_that_cannot_be_read_are_errors_at_the_import(variables: dict[str
 
 
 def test_the_import_itself_loads_neither_the_class_nor_json() -> None:
-    code = "import fusepatch, sys; print([name for name in ('torch', 'json', 'optimizers_of_mine') if name in sys.modules])"
+    code = (
+        "import fusepatch, sys; print([name for name in ('torch', 'json', 'optimizers_of_mine') if name in "
+        "sys.modules])"
+    )
     env = {"PYTHONPATH": str(CHECKOUT), "FUSEPATCH_OPTIMIZER_CLASS": "optimizers_of_mine.Own"}
     assert fresh(code, env=env, check=True).stdout.strip() == "[]"

@@ -157,7 +157,8 @@ def test_the_checkpoint_of_adamw_is_refused_before_any_step(path: str, tmp_path:
     ],
 )
 def test_states_of_another_class_of_the_same_package(writer: str, asked: str, found: str | None) -> None:
-    """Their param groups have the same keys. bitsandbytes loads in a way of its own, so its first step is where it is seen."""
+    """Their param groups have the same keys. bitsandbytes loads in a way of its own, so its first step is where it is
+    seen."""
     from kits.optimizer_flags import module
 
     def step(optimizer: Any) -> None:

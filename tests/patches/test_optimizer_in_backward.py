@@ -1,4 +1,5 @@
-"""`optimizer.in_backward` in the real Trainer of transformers and the real SFT and GRPO trainers of TRL, on a tiny model."""
+"""`optimizer.in_backward` in the real Trainer of transformers and the real SFT and GRPO trainers of TRL, on a tiny
+model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`ray.worker_setup` without a Ray: how a runtime_env is merged, and what the hook does. tests/upstream/test_ray.py has the rest."""
+"""`ray.worker_setup` without a Ray: how a runtime_env is merged, and what the hook does. tests/upstream/test_ray.py has
+the rest."""
 
 from __future__ import annotations
 
@@ -135,7 +136,8 @@ RUN_HOOK = """
     hook = types.FunctionType(code, {{"__builtins__": builtins}}, "hook", ({theirs!r},))
     {before}
     hook()
-    print("fusepatch" in sys.modules, sys.modules.get("fusepatch") and sys.modules["fusepatch"].is_applied("ray.worker_setup"))
+    found = sys.modules.get("fusepatch")
+    print(found is not None, found and found.is_applied("ray.worker_setup"))
 """
 
 

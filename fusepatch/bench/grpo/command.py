@@ -79,7 +79,8 @@ def add_parser(what: Any) -> None:
         action="append",
         default=[],
         metavar="NAME=PATH",
-        help="a wheel or folder that comes first on that peer's path; a NAME with a label (liger-0.8.3) is one more peer",
+        help="a wheel or folder that comes first on that peer's path; a NAME with a label (liger-0.8.3) is one more "
+        "peer",
     )
     grpo.add_argument("--repeats", type=repeats, default=3, metavar="N", help="at least 3, the default")
     grpo.add_argument("--json", metavar="FILE", help="write everything measured")

@@ -202,7 +202,8 @@ def cells(table: Table) -> list[list[str]]:
                 report.gib(row.memory.get("above_state_bytes")),
                 "the others are compared with it"
                 if row is default
-                else f"{'passed' if row.passed else 'FAILED CHECK'}: {row.check['error']:.1e} (at most {row.check['tolerance']:g})",
+                else f"{'passed' if row.passed else 'FAILED CHECK'}: {row.check['error']:.1e} (at most "
+                f"{row.check['tolerance']:g})",
             ]
         )
     return result
@@ -211,8 +212,9 @@ def cells(table: Table) -> list[list[str]]:
 def machine_text(document: dict[str, Any]) -> str:
     machine, size = document["machine"], document["size"]
     return (
-        f"{machine['device']}, torch {machine['torch']}, Python {machine['python']}; {document['parameters']:,} parameters in "
-        f"{size['blocks']} blocks, hidden {size['hidden']}, {size['rows']} rows; {document['repeats']} interleaved repeats"
+        f"{machine['device']}, torch {machine['torch']}, Python {machine['python']}; {document['parameters']:,} "
+        f"parameters in {size['blocks']} blocks, hidden {size['hidden']}, {size['rows']} rows; {document['repeats']} "
+        "interleaved repeats"
     )
 
 

@@ -1,4 +1,5 @@
-"""What the trainers have in common: how the patch speaks of itself, and which parameters are left to the ordinary step."""
+"""What the trainers have in common: how the patch speaks of itself, and which parameters are left to the ordinary
+step."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def attach(
     stepped: Callable[[], Any] | None = None,
     begun: bool = False,
 ) -> InBackward:
-    """Hook the parameters of an optimizer whose model is as it will train; `settings` are the framework's own obstacles.
+    """Hook the parameters of an optimizer whose model is as it will train; `settings` are the framework's own
+    obstacles.
 
     Raises:
         InBackwardError: something is in the way; nothing was hooked.
@@ -38,14 +40,14 @@ def attach(
     if tied:
         ledger.fallback(
             ID,
-            f"{where}: {', '.join(names[parameter] for parameter in tied)}: tied, and under re-entrant checkpointing a tied "
-            f"gradient can arrive in two parts; the ordinary step updates it (use_reentrant=False brings it in)",
+            f"{where}: {', '.join(names[parameter] for parameter in tied)}: tied, and under re-entrant checkpointing a "
+            "tied gradient can arrive in two parts; the ordinary step updates it (use_reentrant=False brings it in)",
         )
     kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     ledger.replaced(ID, f"{where}: {kind} updates {attached.number_of_parameters} parameters inside backward")
     ledger.warn_once(
-        f"{ID}: the optimizer of {where} runs inside backward, where each gradient is freed once it is used; so grad_norm is "
-        f"logged as 0 or not at all, and step hooks and callbacks before the step see no gradients"
+        f"{ID}: the optimizer of {where} runs inside backward, where each gradient is freed once it is used; so "
+        "grad_norm is logged as 0 or not at all, and step hooks and callbacks before the step see no gradients"
     )
     return attached
 

@@ -1,9 +1,10 @@
 """The transformers Trainer, and the trainers derived from it (TRL, axolotl, LLaMA-Factory, ms-swift).
 
-`Trainer._inner_training_loop` is wrapped, for it brackets one training. What the hooks need is settled inside it only: the
-optimizer and the model are prepared, and a checkpoint is loaded, when `on_train_begin` is called. So a callback that is there
-for the time of the loop looks, refuses, hooks and arms: from `on_step_begin` to `on_pre_optimizer_step`, which is
-exactly one training step's backward. Backward passes of evaluations, of other callbacks and of user code are ordinary ones.
+`Trainer._inner_training_loop` is wrapped, for it brackets one training. What the hooks need is settled inside it only:
+the optimizer and the model are prepared, and a checkpoint is loaded, when `on_train_begin` is called. So a callback
+that is there for the time of the loop looks, refuses, hooks and arms: from `on_step_begin` to `on_pre_optimizer_step`,
+which is exactly one training step's backward. Backward passes of evaluations, of other callbacks and of user code are
+ordinary ones.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ def _of_arguments(arguments: Any) -> Iterable[Obstacle]:
         yield Obstacle(
             f"gradient_accumulation_steps={arguments.gradient_accumulation_steps}",
             "each of the backward passes would update the parameters with a part of the gradient",
-            "set gradient_accumulation_steps=1 and per_device_train_batch_size to the whole batch (memory that it needs may be "
-            "what in-backward frees; gradient checkpointing frees more)",
+            "set gradient_accumulation_steps=1 and per_device_train_batch_size to the whole batch (memory that it "
+            "needs may be what in-backward frees; gradient checkpointing frees more)",
         )
     if in_backward.clips(arguments.max_grad_norm):
         yield Obstacle(
