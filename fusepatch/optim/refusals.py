@@ -44,8 +44,8 @@ def caution(kind: type[torch.optim.Optimizer], parameters: Collection[torch.Tens
     ):
         return (
             "the parameters are DTensors (FSDP2), and on a GPU with torch 2.11 its compiled step was seen to stop at "
-            f"the first one (OptimState8bit has no aten.view); torch 2.13 ran it; found is torch {_torch_version()}; "
-            "take a newer one if it stops"
+            f"the first one (OptimState8bit has no aten.view); torch 2.13 ran it; found torch {_torch_version()}; use "
+            "a newer torch if it stops"
         )
     # Set by torch on FSDP1's flat parameters and on the views of them that modules keep.
     if _derives(kind, "torchao") and any(getattr(parameter, "_fsdp_flattened", False) for parameter in parameters):
@@ -100,7 +100,7 @@ def foreign_state(optimizer: torch.optim.Optimizer, states: Iterable[Mapping[str
     step = inspect.unwrap(type(optimizer).step)
     owner = step.__qualname__.rpartition(".")[0]
     wanted = STATES.get((step.__module__.partition(".")[0], owner))
-    gathers = getattr(type(optimizer), "_init_group", step).__qualname__.rpartition(".")[0]
+    gathers = inspect.unwrap(getattr(type(optimizer), "_init_group", step)).__qualname__.rpartition(".")[0]
     if wanted is None or gathers != owner:
         return None
     for state in states:
@@ -111,7 +111,7 @@ def foreign_state(optimizer: torch.optim.Optimizer, states: Iterable[Mapping[str
 
 def _foreign(state: Mapping[Any, Any], wanted: str) -> str:
     found = ", ".join(sorted(map(str, state)))
-    return f"the states that were loaded have {found}, and wanted is {wanted}, so another class wrote them"
+    return f"the states that were loaded have {found}; wanted {wanted}, so another class wrote them"
 
 
 def _foreign_to_bitsandbytes(optimizer: Any, states: Collection[Mapping[str, Any]]) -> str | None:
@@ -153,10 +153,7 @@ def _required_by_step(kind: type[torch.optim.Optimizer]) -> str:
 def _sparse_only(kind: type[torch.optim.Optimizer]) -> str | None:
     if not _derives(kind, "torch.optim", ("SparseAdam",)):
         return None
-    return (
-        "it takes sparse gradients only, and parameters that were to be trained by AdamW, which takes none, have dense "
-        "ones"
-    )
+    return "it takes sparse gradients only, but parameters that AdamW was to train have dense ones"
 
 
 def _matrices_only(kind: type[torch.optim.Optimizer], parameters: Collection[torch.Tensor]) -> str | None:
@@ -164,8 +161,8 @@ def _matrices_only(kind: type[torch.optim.Optimizer], parameters: Collection[tor
     if not others or not _derives(kind, "torch.optim", ("Muon",)):
         return None
     return (
-        f"it takes matrices only, and {len(others)} of {len(parameters)} parameters are none (biases and the weights "
-        "of norms have one dimension); frameworks hand over all parameters of a model in one optimizer"
+        f"it takes matrices only, and {len(others)} of {len(parameters)} parameters are not (biases and the weights of "
+        "norms have one dimension); frameworks pass all parameters of a model in one optimizer"
     )
 
 
@@ -196,10 +193,7 @@ def _without_kernel(kind: type[torch.optim.Optimizer], parameters: Iterable[torc
     devices = {parameter.device.type for parameter in parameters} - {"meta"}
     library = getattr(sys.modules.get("bitsandbytes.cextension"), "lib", None)
     if "cuda" in devices and not getattr(library, "compiled_with_cuda", True):
-        return (
-            "bitsandbytes has found no library of its own for this CUDA; `python -m bitsandbytes` says what it looked "
-            "for"
-        )
+        return "bitsandbytes found no library for this CUDA; `python -m bitsandbytes` says what it looked for"
     without = sorted(device for device in devices if not _has_kernel(device))
     if without:
         return f"this bitsandbytes has no optimizer kernels for parameters on {', '.join(without)}"
