@@ -88,8 +88,8 @@ def show(text: str) -> None:
         raise
     except OSError as error:
         raise StdoutError(
-            f"the output could not be written to stdout ({error}), so what you see of it is not all. Free space there, "
-            "or send it elsewhere."
+            f"the output could not be written to stdout ({error}), so it is incomplete. Free space there, or send it "
+            "elsewhere."
         ) from None
 
 

@@ -159,7 +159,7 @@ def pytest_runtest_makereport(
     report = yield
     new = _new_fallbacks(item.config.stash[SESSION])
     if new and item.config.getoption(FAIL_ON_FALLBACK):
-        text = "\n".join([*_fallback_lines(new), f"({FAIL_ON_FALLBACK} makes a failure of that)"])
+        text = "\n".join([*_fallback_lines(new), f"({FAIL_ON_FALLBACK} makes that a failure)"])
         if report.failed:
             report.sections.append(("fusepatch", text))
         else:
@@ -257,8 +257,8 @@ def _condition(text: str, where: str) -> Requirement | Marker:
         return Marker(text)
     except InvalidMarker:
         raise pytest.UsageError(
-            f"{where}: {text!r} is no condition; wanted a requirement such as 'transformers>=5' or 'torch<2.14; "
-            f'python_version < "3.12"\', or a marker such as \'python_version < "3.12"\''
+            f"{where}: {text!r} is not a condition; wanted a requirement such as 'transformers>=5' or 'torch<2.14; "
+            'python_version < "3.12"\', or a marker such as \'python_version < "3.12"\''
         ) from None
 
 
@@ -319,7 +319,7 @@ def _problems(config: pytest.Config, session: Session) -> Iterator[str]:
     targets = {target.patch for target in reader.loaded(report)}
     for name in required:
         if name in targets and not _calls(report, name):
-            yield f"{REQUIRE}: no call went through {name}, so the tests say nothing about it"
+            yield f"{REQUIRE}: no call went through {name}, so the tests prove nothing about it"
     if config.getoption(FAIL_ON_FALLBACK):
         for line in _fallback_lines(session.outside):
             yield f"{FAIL_ON_FALLBACK}: outside of any test, {line}"

@@ -100,7 +100,7 @@ With --report DIR nothing is imported: what counts are the processes of a run
 that had FUSEPATCH_REPORT=DIR, each for the patches of which it has loaded a
 target. A patch named by --require that no process has loaded a target of is
 not applied (8); without --require, 3 where no process has loaded any target.
-A file in DIR that is no report is named and does not count.
+A file in DIR that is not a report is named and does not count.
 """
 
 

@@ -41,16 +41,16 @@ def _started(arguments: list[str]) -> str:
     """Start the program, or return why that would be in vain."""
     own = _own_interpreter_options()
     if settings.read(os.environ).switch is False:
-        terminal.complain("FUSEPATCH=0 is set, so the program runs unpatched; unset it to have the patches")
+        terminal.complain("FUSEPATCH=0 is set, so the program runs unpatched; unset it to use the patches")
         _become_python([*own, *arguments], dict(os.environ))
     options = [*own, *interpreter_options(arguments)]
     if _startup_is_installed(options):
         _become_python([*own, *arguments], {**os.environ, settings.SWITCH: "1"})
     return (
-        f"{' '.join([sys.executable, *options])} does not read fusepatch's start-up file, so `run` would switch "
-        "nothing on: fusepatch.pth and fusepatch_startup.py must lie in its site-packages (a checkout on PYTHONPATH "
-        "does not put them there, and -S keeps them out). Install fusepatch there with pip, or write `import "
-        "fusepatch` at the top of the program."
+        f"{' '.join([sys.executable, *options])} does not read fusepatch's start-up file, so `run` would have no "
+        "effect: fusepatch.pth and fusepatch_startup.py must be in its site-packages (a checkout on PYTHONPATH does "
+        "not put them there, and -S skips them). Install fusepatch there with pip, or write `import fusepatch` at the "
+        "top of the program."
     )
 
 

@@ -1,4 +1,4 @@
-"""Another optimizer class in the place of the one that a caller names: found by its path, checked, constructed.
+"""Replaces the optimizer class that a caller names by another one: found by its path, checked, constructed.
 
 Every argument is decided before the class is constructed, from its signature: what the caller passes carries over where
 the class takes it, what was asked for by name must be taken. An optimizer is constructed once, in the object that the
@@ -47,7 +47,7 @@ class Accepts(NamedTuple):
 
     def __str__(self) -> str:
         listed = ", ".join(name for name in (*self.named, *self.forwarded) if name not in FORMS or name in self.named)
-        return f"{listed or 'no argument beside the parameters'}{' and any other keyword' if self.any_keyword else ''}"
+        return f"{listed or 'no argument besides the parameters'}{' and any other keyword' if self.any_keyword else ''}"
 
 
 class Given(NamedTuple):
@@ -79,7 +79,7 @@ def resolve(path: str) -> type[Optimizer]:
     """The optimizer class at a dotted path, imported now.
 
     Raises:
-        OptimizerClassError: there is no such module or attribute, importing it fails, or it is no optimizer class.
+        OptimizerClassError: there is no such module or attribute, importing it fails, or it is not an optimizer class.
     """
     import torch
 
@@ -99,20 +99,19 @@ def resolve(path: str) -> type[Optimizer]:
     if not isinstance(found, type):
         kind = "a function" if inspect.isroutine(found) else f"an object of {type(found).__name__}"
         raise OptimizerClassError(
-            f"{VARIABLE}={path} is {kind}; wanted is a class derived from torch.optim.Optimizer, so that "
-            "type(optimizer) is what was asked for; name the class that it makes, and put its arguments into "
-            f"{ARGUMENTS}"
+            f"{VARIABLE}={path} is {kind}; wanted a class derived from torch.optim.Optimizer, so that type(optimizer) "
+            f"is what was asked for; name the class that it makes, and put its arguments into {ARGUMENTS}"
         )
     if not issubclass(found, torch.optim.Optimizer):
         bases = ", ".join(base.__qualname__ for base in found.__mro__[:-1])
         raise OptimizerClassError(
-            f"{VARIABLE}={path} is no optimizer: it derives from {bases}, wanted is torch.optim.Optimizer, which "
-            "schedulers and frameworks insist on; name another class"
+            f"{VARIABLE}={path} is not an optimizer: it derives from {bases}, wanted torch.optim.Optimizer, which "
+            "schedulers and frameworks require; name another class"
         )
     if inspect.isabstract(found) or type(found).__call__ is not type.__call__:
         raise OptimizerClassError(
             f"{VARIABLE}={path} cannot be constructed in another class's place: it is abstract, or its metaclass "
-            f"{type(found).__qualname__} has a way of its own to make instances; name a class that is made in the "
+            f"{type(found).__qualname__} creates instances in its own way; name a class that is created in the "
             "ordinary way"
         )
     return found
@@ -234,7 +233,8 @@ def plan(
             notes.append(
                 Note(
                     "replaced",
-                    f"{name}={_shown(value)}, which {source} passes by itself, left out: the class's own stands",
+                    f"{name}={_shown(value)}, which {source} passes by itself, left out: the class's own default is "
+                    "used",
                 )
             )
         else:
@@ -262,13 +262,13 @@ def _check_asked(path: str, takes: Accepts, asked: Mapping[str, Any]) -> None:
     if takes.first is None or takes.first.name in NOT_PARAMS:
         wanted = f"is {takes.first.name!r}" if takes.first is not None else "is missing"
         raise OptimizerClassError(
-            f"{VARIABLE}={path}: the first argument of its constructor {wanted}, and what a framework passes there are "
-            f"parameters or param groups; name a class that is constructed from those"
+            f"{VARIABLE}={path}: the first argument of its constructor {wanted}, but a framework passes parameters or "
+            "param groups there; name a class that takes those"
         )
     if takes.first.name in asked:
         raise OptimizerClassError(
             f"{ARGUMENTS} names {takes.first.name!r}, the first argument of {path}: the parameters come from the "
-            f"framework; take it out. {path} accepts {takes}."
+            f"framework; remove it. {path} accepts {takes}."
         )
     unknown = [name for name in asked if name not in takes.named and name not in takes.forwarded]
     if unknown and not takes.any_keyword:
@@ -297,9 +297,9 @@ def _check_complete(path: str, takes: Accepts, kwargs: Mapping[str, Any]) -> Non
 def _dropped(path: str, name: str, value: Any, origin: str, wanted: inspect.Parameter | None, source: str) -> Note:
     why = f"{path} does not take it"
     if wanted is not None:
-        why = f"{path} has {_shown(wanted.default)} there, which is another kind of value"
+        why = f"{path} has {_shown(wanted.default)} there, which is a different kind of value"
     missed = origin == "user" or name == "lr" or (name == "weight_decay" and bool(value))
-    act = f"; say in {ARGUMENTS} what it should have" if missed else ""
+    act = f"; set it in {ARGUMENTS}" if missed else ""
     return Note("refused" if missed else "replaced", f"{name}={_shown(value)} from {source} left out: {why}{act}")
 
 

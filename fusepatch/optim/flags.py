@@ -161,7 +161,7 @@ def _fused_on_request(
         return None, foreach, False
     obstacle = obstacle or group.verdict.obstacle or group.verdict.wrong
     if obstacle is not None:
-        notes.append(Note("refused", f"{variable} was not followed: {obstacle}; torch's own default is left"))
+        notes.append(Note("refused", f"{variable} was not followed: {obstacle}; torch's default is used"))
         return None, foreach, False
     if group.verdict.caution is not None:
         notes.append(Note("warning", f"fused=True as {variable} asks, but {group.verdict.caution}"))
@@ -172,8 +172,8 @@ def _wrong(group: Group, action: str) -> Note:
     """What is said of a `fused=True` that is not ours and stays, where the kernel presumes what does not hold."""
     return Note(
         "warning",
-        f"fused=True from {group.source} left as it is, but {group.verdict.wrong}: torch's fused kernel trains on "
-        f"wrong numbers without a word there, or its step raises; {action}",
+        f"fused=True from {group.source} left as it is, but {group.verdict.wrong}: torch's fused kernel then silently "
+        f"trains on wrong numbers, or its step raises; {action}",
     )
 
 
@@ -183,12 +183,12 @@ def _fused_by_rule(
     reason = group.verdict.obstacle or group.verdict.wrong or group.verdict.caution
     if value:
         if group.verdict.obstacle is None and group.verdict.wrong is not None:
-            notes.append(_wrong(group, "FUSEPATCH_OPTIMIZER_FUSED=0 takes it away"))
+            notes.append(_wrong(group, "FUSEPATCH_OPTIMIZER_FUSED=0 removes it"))
         elif reason is not None:
             notes.append(
                 Note(
                     "fallback",
-                    f"fused=True from {group.source} left as it is (FUSEPATCH_OPTIMIZER_FUSED=0 takes it away), but "
+                    f"fused=True from {group.source} left as it is (FUSEPATCH_OPTIMIZER_FUSED=0 removes it), but "
                     f"{reason}",
                 )
             )
@@ -200,7 +200,7 @@ def _fused_by_rule(
     elif foreach is not None and not foreach_asked:
         reason = f"{group.source} passes foreach={foreach}"
     elif reason is not None and reason == group.verdict.caution:
-        reason += "; FUSEPATCH_OPTIMIZER_FUSED=1 fuses it all the same"
+        reason += "; FUSEPATCH_OPTIMIZER_FUSED=1 fuses it anyway"
     if reason is not None:
         notes.append(Note("fallback", f"not fused: {reason}"))
         return value, foreach, False
@@ -217,7 +217,7 @@ def _eps(group: Group, request: Request, notes: list[Note]) -> Any:
             notes.append(Note("kept", f"eps={value} from {group.source} kept (it beats {variable})"))
         return value
     if not isinstance(group.eps, float):
-        what = "has no eps" if "eps" not in group.takes else f"has {group.eps} for eps, which is no single number"
+        what = "has no eps" if "eps" not in group.takes else f"has {group.eps} for eps, which is not a single number"
         notes.append(Note("refused", f"{variable} was not followed: {group.class_name} {what}"))
         return value
     return request.eps

@@ -73,12 +73,12 @@ _WRAPPERS: Mapping[str, tuple[str, str, str]] = {
     ),
     "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": (
         "the model is in FSDP1 (FullyShardedDataParallel)",
-        "it makes its flat parameters and their gradient accumulators anew in every step",
+        "it recreates its flat parameters and their gradient accumulators in every step",
         "shard with FSDP2 (fully_shard)",
     ),
     "deepspeed.runtime.engine.DeepSpeedEngine": (
         "the model is in a DeepSpeed engine",
-        "every ZeRO stage keeps the gradients itself and steps its own optimizer",
+        "every ZeRO stage manages the gradients itself and steps its own optimizer",
         "shard with FSDP2, or train in one process without DeepSpeed",
     ),
 }
@@ -139,7 +139,7 @@ def _of_optimizer(optimizer: Any) -> Iterable[Obstacle]:
     if not isinstance(optimizer, torch.optim.Optimizer):
         yield Obstacle(
             f"the optimizer is {name}",
-            "it is no torch.optim.Optimizer, so its step cannot be taken for one parameter",
+            "it is not a torch.optim.Optimizer, so its step cannot run for one parameter",
             "use a class of torch, torchao or bitsandbytes",
         )
         return
@@ -150,7 +150,7 @@ def _of_optimizer(optimizer: Any) -> Iterable[Obstacle]:
         yield Obstacle(
             f"the step of the optimizer {name} is {step.__module__}.{step.__qualname__}",
             "it is not known to update each parameter from that parameter alone (a closure, or a statistic over all "
-            "parameters, cannot be had inside backward)",
+            "parameters, is not possible inside backward)",
             f"use one of the classes with a known step, or a subclass that keeps it ({known})",
         )
     yield from _of_step(optimizer)
@@ -395,13 +395,13 @@ class InBackward:
                 return
             if parameter in self.updated:
                 raise InBackwardError(
-                    f"the gradient of {self.name(parameter)} arrived a second time before the optimizer's step, and "
-                    "its first part has updated the parameter already (FUSEPATCH_OPTIMIZER_IN_BACKWARD=1). In-backward "
+                    f"the gradient of {self.name(parameter)} arrived a second time before the optimizer's step, but "
+                    "its first part has already updated the parameter (FUSEPATCH_OPTIMIZER_IN_BACKWARD=1). In-backward "
                     "needs one backward per optimizer step: no gradient accumulation, one loss.backward() in each "
                     f"training step, a step of this {type(self.optimizer).__qualname__} (and of no other optimizer) "
                     'after it, and gradient_checkpointing_kwargs={"use_reentrant": False} where a module runs more '
-                    "than once in a forward. Change that, or unset FUSEPATCH_OPTIMIZER_IN_BACKWARD; the weights of "
-                    "this step are not those of an ordinary one."
+                    "than once in a forward. Change that, or unset FUSEPATCH_OPTIMIZER_IN_BACKWARD; the weights after "
+                    "this step differ from those of an ordinary step."
                 )
             self.updated.add(parameter)
             if _storage(parameter):
@@ -425,10 +425,10 @@ class InBackward:
         if self._stepped is not None and self._stepped() is not self.optimizer:
             now = type(self._stepped())
             raise InBackwardError(
-                f"the optimizer that the training steps is another one ({now.__module__}.{now.__qualname__}) than the "
+                f"the training now steps another optimizer ({now.__module__}.{now.__qualname__}) than the "
                 f"{kind.__module__}.{kind.__qualname__} whose step runs inside backward "
-                "(FUSEPATCH_OPTIMIZER_IN_BACKWARD=1): it was exchanged during the forward. This step has changed no "
-                "parameter. Exchange it between two steps, or unset FUSEPATCH_OPTIMIZER_IN_BACKWARD."
+                "(FUSEPATCH_OPTIMIZER_IN_BACKWARD=1): it was replaced during the forward. This step has changed no "
+                "parameter. Replace it between two steps, or unset FUSEPATCH_OPTIMIZER_IN_BACKWARD."
             )
         for hook in _pre_hooks(self.optimizer).values():
             if _is_ours(hook):  # they judge parameters and states before the first step
@@ -544,9 +544,9 @@ def explained() -> Iterator[None]:
         if not names:
             raise
         raise InBackwardError(
-            "autograd needs a weight in backward whose gradient was complete before and has updated it "
+            "autograd needs a weight in backward that its gradient has already updated "
             f"(FUSEPATCH_OPTIMIZER_IN_BACKWARD=1): by shape and version it is {' or '.join(names)}. {DETACHED} "
-            f"Autograd's own words: {error}"
+            f"Autograd's message: {error}"
         ) from error
 
 
@@ -567,6 +567,6 @@ def _named_by(message: str) -> list[str]:
 
 DETACHED = (
     "A weight that is also used without its gradient (weight.detach(), requires_grad switched off for a part of the "
-    "forward) may be read after its update; the weights of this step are not those of an ordinary one. Use a copy "
-    "there (weight.detach().clone()), or unset FUSEPATCH_OPTIMIZER_IN_BACKWARD."
+    "forward) may be read after its update; the weights after this step differ from those of an ordinary step. Use a "
+    "copy there (weight.detach().clone()), or unset FUSEPATCH_OPTIMIZER_IN_BACKWARD."
 )

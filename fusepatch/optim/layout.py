@@ -4,7 +4,7 @@ check.
 A fused kernel walks every tensor from its first element to its last as if it were one dense range, in the same order
 for the parameter, its gradient and its state, and takes the parameters of one call for separate memory. On the CPU
 nothing
-looks: other strides train wrongly, or write into memory that is no parameter. On accelerators the step raises.
+looks: other strides train wrongly, or write into memory outside the parameter. On accelerators the step raises.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _unlike(parameter: torch.Tensor, other: torch.Tensor, what: str) -> str | No
     if other.dtype is not parameter.dtype or other.device != parameter.device:
         return f"a {what} is {_kind(other)}, and its parameter of shape {tuple(parameter.shape)} is {_kind(parameter)}"
     if getattr(other, "placements", None) != getattr(parameter, "placements", None):
-        return f"a {what} is placed on the device mesh in another way than its parameter"
+        return f"a {what} is placed on the device mesh differently from its parameter"
     mine, its = local(parameter), local(other)
     if not is_alike(mine, its):
         return (

@@ -130,8 +130,8 @@ def unpacked(unpack: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 def _too_late(what: str, name: str) -> str:
     return (
-        f"{what} {name} in backward, but a gradient of that weight arrived before and has updated it "
-        f"(FUSEPATCH_OPTIMIZER_IN_BACKWARD=1). Where several checkpointed regions use the weight, set "
+        f"{what} {name} in backward, but a gradient has already updated that weight "
+        "(FUSEPATCH_OPTIMIZER_IN_BACKWARD=1). Where several checkpointed regions use the weight, set "
         f'gradient_checkpointing_kwargs={{"use_reentrant": False}}. {in_backward.DETACHED}'
     )
 
@@ -147,7 +147,7 @@ def _watch(early: Collection[InBackward]) -> Any:
                 for attached in early if isinstance(tensor, Tensor) else ():
                     parameter = attached.updated_in(tensor)
                     if parameter is not None:
-                        what = f"a checkpointed region that is computed again reads (in {func})"
+                        what = f"a recomputed checkpointed region reads (in {func})"
                         raise InBackwardError(_too_late(what, attached.name(parameter)))
             return func(*args, **(kwargs or {}))
 

@@ -340,8 +340,8 @@ def _report_not_taken(application: _Application) -> None:
             taken = ", ".join(sorted(application.taken))
             ledger.refused(
                 ID,
-                f"{_variable(flag)}={int(value)} was not followed: {names} has no flag {flag}, it takes {taken}; the "
-                "model is as Liger makes it without that flag; unset the variable for this model",
+                f"{_variable(flag)}={int(value)} was not followed: {names} has no flag {flag}, it takes {taken}; Liger "
+                "is applied without that flag; unset the variable for this model",
             )
         else:
             import difflib
@@ -410,7 +410,8 @@ def _report_dropped(application: _Application) -> None:
             what = "Liger dropped it"
         ledger.fallback(
             ID,
-            f"{first}: {flag}={value} from {application.passed.caller} has no effect: it is no flag of {first}; {what}",
+            f"{first}: {flag}={value} from {application.passed.caller} has no effect: it is not a flag of {first}; "
+            f"{what}",
         )
 
 
@@ -426,7 +427,7 @@ def _nothing_applied(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
 
 PATCH = Patch(
     id=ID,
-    promise="Granular Liger kernels in every framework, and none that hides a framework's own forward.",
+    promise="Choose Liger's kernels one by one in every framework, and none hides a framework's own forward.",
     why=(
         "Frameworks apply Liger with one call that is all or nothing. With verl up to 0.7.1 and Liger from 0.6.0 that "
         "call puts a fused linear cross-entropy forward on the model instance, which hides the forward that verl "
@@ -441,29 +442,29 @@ PATCH = Patch(
     ),
     fixed_in="verl 0.8.0 and Trinity-RFT 0.6.0 pass fused_linear_cross_entropy=False themselves; no release has "
     "switches per kernel",
-    remove_when="no supported verl is older than 0.8.0, and every framework hands the user's flags to Liger",
+    remove_when="no supported verl is older than 0.8.0, and every framework passes the user's flags to Liger",
     variables=("FUSEPATCH_LIGER_",),
     requested_by="",
     changes=(
-        "a call from verl or Trinity-RFT that does not say gets fused_linear_cross_entropy=False",
-        "every flag in the environment reaches the function of the model, over what a framework hard-codes",
-        "FUSEPATCH_LIGER_CROSS_ENTROPY=1 implies fused_linear_cross_entropy=False, which Liger would otherwise stop at",
+        "a call from verl or Trinity-RFT that does not set fused_linear_cross_entropy gets "
+        "fused_linear_cross_entropy=False",
+        "every flag in the environment reaches the model's function and replaces what a framework hard-codes",
+        "FUSEPATCH_LIGER_CROSS_ENTROPY=1 implies fused_linear_cross_entropy=False, because Liger refuses both together",
         "a flag that the model's function does not take, and a kernel that Liger refuses, are reported instead of "
-        "dropped or raised",
-        "a cross_entropy=True that the model's loss does not go through (mistral, ministral, gemma3 and others with "
-        "newer releases of transformers) is reported, and not recorded as on",
-        "a function that the user has registered in MODEL_TYPE_TO_APPLY_LIGER_FN gets the same flags, by its own "
-        "parameters",
+        "silently dropped or raised as an error",
+        "a cross_entropy=True that the model's loss does not use (mistral, ministral, gemma3 and others with newer "
+        "releases of transformers) is reported as having no effect",
+        "a function that you registered in MODEL_TYPE_TO_APPLY_LIGER_FN gets the same flags, those that it has "
+        "parameters for",
     ),
     limits=(
         "Liger replaces rope, RMSNorm and MLP in the modeling module for the whole process, and with "
         "cross_entropy=True torch.nn.functional.cross_entropy itself: a later call with the flag off does not undo it, "
         "and other models see it",
-        "a framework's fused_linear_cross_entropy=False is never raised, whatever the environment says",
+        "a framework's fused_linear_cross_entropy=False is never changed to True, whatever the environment says",
         "a flag that a user's configuration passes for a vision-language model reaches Liger's nested text function "
-        "only where Liger passes it on; a variable reaches it always",
-        "a registered function that somebody takes out of the dictionary and calls is the user's own call, and is left "
-        "alone",
+        "only where Liger passes it on; a variable always reaches it",
+        "a registered function that your code looks up in the dictionary and calls itself is left alone",
     ),
     sites=(
         Site(

@@ -61,7 +61,7 @@ def compute_loss(proceed: Proceed, trainer: Any, *args: Any, **kwargs: Any) -> A
     ledger.replaced(
         ID,
         f"SFTTrainer.compute_loss: the {trainer.args.loss_type} loss and its metrics are computed from the logits by "
-        f"TRL, instead of asked of Liger's forward, which {type(model).__name__} does not have ({left.why})",
+        f"TRL, instead of by Liger's forward, which {type(model).__name__} does not have ({left.why})",
     )
     trainer.args.use_liger_kernel = False
     if dft:
@@ -86,19 +86,19 @@ def _asks_liger(proceed: Proceed) -> bool:
 
 PATCH = Patch(
     id=ID,
-    promise="TRL's SFTTrainer trains the loss that it names also where Liger's fused linear cross-entropy is switched "
+    promise="TRL's SFTTrainer trains the loss that it names even when Liger's fused linear cross-entropy is switched "
     "off.",
     why=(
-        "With use_liger_kernel the SFTTrainer asks Liger's forward for the DFT loss and for the token accuracy, by "
-        "arguments that a model's own forward ignores: with that kernel off, loss_type='dft' trains the ordinary loss "
-        "without a word, and the accuracy is not logged (an AttributeError in the first of these releases)."
+        "With use_liger_kernel the SFTTrainer asks Liger's forward for the DFT loss and for the token accuracy, "
+        "through arguments that a model's own forward ignores. With that kernel off, loss_type='dft' silently trains "
+        "the ordinary loss, and the accuracy is not logged (an AttributeError in the first of these releases)."
     ),
     upstream=(
         "https://github.com/linkedin/Liger-Kernel/issues/1378",
         "https://github.com/huggingface/trl/pull/4302",
         "https://github.com/huggingface/trl/issues/4730",
     ),
-    fixed_in="TRL 1.15, whose forward is its own with Liger too",
+    fixed_in="TRL 1.15, which uses its own forward with Liger too",
     remove_when="no supported TRL is older than 1.15",
     variables=(),
     requested_by="",
@@ -106,13 +106,13 @@ PATCH = Patch(
         "where a FUSEPATCH_LIGER_* variable has switched the fused linear cross-entropy off, TRL 0.26 to 1.14 computes "
         "loss and metrics from the logits, as it does without use_liger_kernel",
         "the same for loss_type='dft' where liger_kernel_config, or Liger's default for the model, has switched it off",
-        "loss_type='dft' beside a compute_loss_func, which TRL refuses without Liger, is a warning and an error under "
-        "FUSEPATCH_STRICT=1",
+        "loss_type='dft' together with a compute_loss_func, which TRL refuses without Liger, triggers a warning, and "
+        "an error under FUSEPATCH_STRICT=1",
     ),
     limits=(
-        "a model that Liger was not applied to, or has no kernels for, is left to TRL: so is an evaluation before the "
-        "first training",
-        "other releases of TRL ask nothing of Liger by argument, and nothing is changed in them",
+        "a model that Liger was not applied to, or has no kernels for, is left to TRL, and so is an evaluation before "
+        "the first training",
+        "other releases of TRL pass Liger no such arguments, so nothing is changed there",
     ),
     sites=(
         Site(

@@ -1,9 +1,9 @@
 """`optimizer.class`: the class of the optimizers that frameworks construct as `torch.optim.AdamW`.
 
 verl up to 0.6.0 and Trinity-RFT up to 0.4.0 name AdamW in their code; verl's `build_optimizer` and the Trainer arrive
-at it by default. One door serves them all: AdamW's own constructor, where the object that the caller is about to get
+at it by default. The patch wraps AdamW's constructor, where the object that the caller is about to get
 becomes one of the class that was asked for. Classes that a user chose in a framework's configuration are other
-constructors' calls, and `optimizer_cls_and_kwargs` of the Trainer is looked at in its `create_optimizer`; both stand.
+constructors' calls, and `optimizer_cls_and_kwargs` of the Trainer is read in its `create_optimizer`; both are kept.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def construct(proceed: Proceed, optimizer: Any, *args: Any, **kwargs: Any) -> An
         return proceed(optimizer, *args, **kwargs)  # a subclass is not what frameworks hard-code
     own = own_values(caller)
     if own is None or _chosen_by_user.get():
-        whose = "code of your own constructs it (FUSEPATCH_OPTIMIZER_SCOPE=all includes it)"
+        whose = "your own code constructs it (FUSEPATCH_OPTIMIZER_SCOPE=all includes it)"
         if own is not None:
-            whose = "optimizer_cls_and_kwargs of the Trainer is the user's"
+            whose = "the Trainer was given optimizer_cls_and_kwargs"
         ledger.replaced(ID, f"AdamW in {caller} kept: {whose}, and beats FUSEPATCH_OPTIMIZER_CLASS={path}")
         return proceed(optimizer, *args, **kwargs)
     signature = inspect.signature(proceed.target.original)
@@ -102,7 +102,7 @@ def _exchange(
     exchange.become(optimizer, path, kind, takes, params, planned.kwargs)
     carried = [name for name in planned.kwargs if name in given and name not in asked]
     arguments_used = ", ".join(["parameters", *carried])
-    own_arguments = f" and {', '.join(asked)} of its own" if asked else ""
+    own_arguments = f" and {', '.join(asked)} from FUSEPATCH_OPTIMIZER_KWARGS" if asked else ""
     ledger.replaced(
         ID,
         f"{subject}: class torch.optim.AdamW -> {path} (FUSEPATCH_OPTIMIZER_CLASS), constructed with the caller's "
@@ -183,8 +183,8 @@ def _compare_groups(subject: str, optimizer: Any, state_dict: dict[str, Any]) ->
             raise _refusal_of_checkpoint(
                 kind,
                 "the checkpoint was written by an optimizer of another class: its param groups have "
-                f"{', '.join(more)}, and lack {', '.join(missing) or 'nothing'}. Its states mean something else there, "
-                "and training would go on from wrong ones or stop at the next step. Nothing was loaded",
+                f"{', '.join(more)}, and lack {', '.join(missing) or 'nothing'}. Its states have another meaning "
+                "there: training would continue from wrong states or stop at the next step. Nothing was loaded",
             )
         kept = {
             name: live[name] for name in _OF_THE_CLASS if name in live and saved.get(name, live[name]) != live[name]
@@ -194,12 +194,12 @@ def _compare_groups(subject: str, optimizer: Any, state_dict: dict[str, Any]) ->
             ledger.replaced(
                 ID,
                 f"load_state_dict of {kind.__qualname__}, {subject}: {name}: {saved[name]} in the checkpoint -> "
-                f"{value}, which the class that was asked for has",
+                f"{value}, the value of the class that was asked for",
             )
     foreign = refusals.foreign_state(optimizer, state_dict["state"].values())
     if foreign is not None:
         raise _refusal_of_checkpoint(
-            kind, f"{foreign}. Training would go on from wrong ones or stop at a later step. Nothing was loaded"
+            kind, f"{foreign}. Training would continue from wrong states or stop at a later step. Nothing was loaded"
         )
     rest = state_dict["param_groups"][len(groups) :]  # torch says what is wrong with their number
     return {**state_dict, "param_groups": [*groups, *rest]}
@@ -290,11 +290,12 @@ def create_optimizer(proceed: Proceed, trainer: Any, *args: Any, **kwargs: Any) 
 
 PATCH = Patch(
     id=ID,
-    promise="Any optimizer class by its import path, in frameworks that hard-code AdamW too.",
+    promise="Use any optimizer class by its import path, also in frameworks that hard-code AdamW.",
     why=(
-        "verl up to 0.6.0 and Trinity-RFT up to 0.4.0 construct torch.optim.AdamW whatever the configuration says, the "
-        "Trainer knows a fixed list of names, and verl's build_optimizer hands its arguments to any class without "
-        "looking whether it takes them. 8-bit states, or an optimizer of one's own, mean editing the framework."
+        "verl up to 0.6.0 and Trinity-RFT up to 0.4.0 construct torch.optim.AdamW whatever the configuration says. The "
+        "Trainer accepts a fixed list of names. verl's build_optimizer passes its arguments to any class without "
+        "checking that the class accepts them. To train with 8-bit states, or with your own optimizer, you would have "
+        "to edit the framework."
     ),
     upstream=(
         "https://github.com/pytorch/ao/issues/1931",
@@ -302,37 +303,39 @@ PATCH = Patch(
         "https://github.com/pytorch/ao/issues/1185",
         "https://github.com/pytorch/torchtune/pull/2152",
     ),
-    fixed_in="verl 0.6.1 takes optimizer and optimizer_impl, unchecked; the Trainer's optimizer_cls_and_kwargs needs "
-    "code",
-    remove_when="every framework takes a class by path and checks its arguments",
+    fixed_in="verl 0.6.1 has optimizer and optimizer_impl, without a check of the arguments; the Trainer's "
+    "optimizer_cls_and_kwargs needs code",
+    remove_when="every framework accepts a class by path and checks its arguments",
     variables=("FUSEPATCH_OPTIMIZER_CLASS", "FUSEPATCH_OPTIMIZER_KWARGS", "FUSEPATCH_OPTIMIZER_SCOPE"),
     requested_by="FUSEPATCH_OPTIMIZER_CLASS",
     changes=(
-        "where a framework constructs torch.optim.AdamW, the object that it gets is one of the class that "
-        "FUSEPATCH_OPTIMIZER_CLASS names: type(optimizer) is that class, built by its own constructor",
-        "the framework's learning rate, betas, weight decay and param groups carry over where the class takes them; "
-        "what the framework passes of itself (fused=True, eps=1e-8) does not, and what the class does not take is left "
-        "out and recorded",
+        "a framework that constructs torch.optim.AdamW gets an object of the class that FUSEPATCH_OPTIMIZER_CLASS "
+        "names: type(optimizer) is that class, built by its own constructor",
+        "the framework's learning rate, betas, weight decay and param groups are passed on where the class accepts "
+        "them; the framework's own constants (fused=True, eps=1e-8) are not. An argument that the class does not "
+        "accept is left out and recorded",
         "FUSEPATCH_OPTIMIZER_KWARGS is checked against the constructor's signature before anything is constructed",
-        "a class that cannot be imported, is no optimizer, lacks an argument, or cannot train these parameters "
+        "a class that cannot be imported, is not an optimizer, lacks an argument, or cannot train these parameters "
         "(bitsandbytes on DTensors, torchao on offloaded DTensors, SparseAdam, Muon with biases, a step that needs a "
-        "closure) is an error at the construction, with the reason",
+        "closure) raises an error when it is constructed, with the reason",
         "one of torch's classes then gets fused and foreach as optimizer.flags decides",
     ),
     limits=(
-        'optim="adamw_torch" and "adamw_torch_fused" cannot be told from the Trainer\'s default, nor '
-        "optimizer=\"AdamW\" from verl's; they are exchanged, any other choice in a framework's configuration stands",
-        "a **kwargs of the class gets the learning rate where no constructor names it, and nothing else that was not "
-        "asked for",
-        "the constructor runs on an object that was made as an AdamW; a metaclass that makes instances in its own way "
-        "is refused",
-        "frameworks that hand a configuration to DeepSpeed or Megatron construct no optimizer of torch, and are not "
-        "reached",
-        "the checkpoint of another optimizer class is refused where its param groups or its states show that it is one "
-        "(of classes that are neither torch's, torchao's, bitsandbytes' nor transformers' Adafactor, the groups alone "
-        "are known); where both have what the class reads (Adam, AdamW, NAdam and RAdam), it is loaded, and "
+        'optim="adamw_torch" and "adamw_torch_fused" cannot be distinguished from the Trainer\'s default, nor '
+        "optimizer=\"AdamW\" from verl's, so they are replaced too; any other choice in a framework's configuration is "
+        "kept",
+        "if no constructor of the class names the learning rate, its **kwargs get it, and nothing else that you did "
+        "not ask for",
+        "the constructor runs on an object that was created as an AdamW, so a class whose metaclass creates instances "
+        "in its own way is refused",
+        "frameworks that pass a configuration to DeepSpeed or Megatron do not construct an optimizer of torch, so the "
+        "patch does not apply there",
+        "a checkpoint of another optimizer class is refused if its param groups or states show that it is one (for "
+        "classes other than those of torch, torchao, bitsandbytes and transformers' Adafactor, only the param groups "
+        "are compared). If both have what the class reads (Adam, AdamW, NAdam and RAdam), it is loaded, and "
         "decoupled_weight_decay stays that of the class",
-        "the Trainer keeps embeddings in 32 bits for its own adamw_bnb_8bit; for a class by path it does not",
+        "the Trainer keeps embeddings in 32 bits for its own adamw_bnb_8bit, but not for a class that is given by its "
+        "path",
     ),
     sites=(
         Site(

@@ -1,8 +1,8 @@
 """`optimizer.flags`: `fused`, `foreach` and `eps` of the optimizers that frameworks construct.
 
 The constructors of torch's classes are wrapped in place, so every way to them passes here: `create_optimizer` of the
-transformers Trainer and its heirs, `build_optimizer` and the older direct calls of verl, Trinity-RFT's workers. Who
-constructs is read off the stack. An optimizer is constructed once, with everything decided before: torch fills and
+transformers Trainer and its subclasses, `build_optimizer` and the older direct calls of verl, Trinity-RFT's workers.
+Who constructs is read off the stack. An optimizer is constructed once, with everything decided before: torch fills and
 keeps the caller's dictionaries, and a generator of parameters can be read only once.
 """
 
@@ -251,12 +251,12 @@ def _tell_of_other(subject: str) -> None:
     if asked:
         ledger.refused(
             ID,
-            f"{subject}: {', '.join(asked)} was not followed: the class is none of torch's that have fused or foreach; "
-            "it is constructed as the framework wrote it; pass what the class has through the framework's "
+            f"{subject}: {', '.join(asked)} was not followed: the class is not one of torch's with fused or foreach, "
+            "so it is constructed as the framework wrote it; set what the class has through the framework's "
             "configuration",
         )
     elif request.fused is None:
-        ledger.fallback(ID, f"{subject}: not fused: the class is none of torch's that have fused or foreach")
+        ledger.fallback(ID, f"{subject}: not fused: the class is not one of torch's with fused or foreach")
 
 
 def _request() -> Request:
@@ -404,9 +404,8 @@ def _with_own_flags(optimizer: Any, managed: _Managed, state_dict: dict[str, Any
         if lost:
             ledger.refused(
                 ID,
-                f"{subject}: FUSEPATCH_OPTIMIZER_EPS={asked:g} does not outlast the loading: "
-                f"eps={', '.join(map(str, sorted(lost)))} comes from the checkpoint, as every number in its param "
-                "groups does; change it there",
+                f"{subject}: FUSEPATCH_OPTIMIZER_EPS={asked:g} is not kept: eps={', '.join(map(str, sorted(lost)))} "
+                "comes from the checkpoint, like every number in its param groups; change it there",
             )
     return {**state_dict, "param_groups": groups}
 
@@ -537,9 +536,9 @@ def _look(
     elif not managed.warned:
         managed.warned = True
         ledger.warn_once(
-            f"{ID}: {managed.subject}, at a step: fused=True is not this patch's and stays, but {reason}: torch's "
-            "fused kernel trains on wrong numbers without a word there, or its step raises; pass fused=False, or "
-            "FUSEPATCH_OPTIMIZER_FUSED=0 where a framework passes it"
+            f"{ID}: {managed.subject}, at a step: fused=True was not set by this patch and is kept, but {reason}: "
+            "torch's fused kernel then silently trains on wrong numbers, or its step raises; pass fused=False, or set "
+            "FUSEPATCH_OPTIMIZER_FUSED=0 if a framework passes it"
         )
 
 
@@ -593,7 +592,7 @@ def _after(optimizer: Any, managed: _Managed, lists: Mapping[str, list[Any]], ou
         ledger.replaced(ID, f"{managed.subject}: {reason}: copied into the parameter's strides")
     steps = lists.get("state_steps", [])
     if len({id(step) for step in steps}) != len(steps):
-        return "several parameters have one `step` between them"
+        return "several parameters share one `step`"
     if ours and steps:
         _on_device(optimizer, parameters, steps)
     return None
@@ -628,9 +627,7 @@ def _fall_back(optimizer: Any, managed: _Managed, group: dict[str, Any], reason:
     _unfuse(optimizer, managed, group, steps)
     text = f"{managed.subject}, at a step"
     if _request().fused is True:
-        ledger.refused(
-            ID, f"{text}: FUSEPATCH_OPTIMIZER_FUSED=1 was not followed: {reason}; torch's own default is left"
-        )
+        ledger.refused(ID, f"{text}: FUSEPATCH_OPTIMIZER_FUSED=1 was not followed: {reason}; torch's default is used")
     else:
         ledger.fallback(ID, f"{text}: not fused: {reason}")
 
@@ -640,7 +637,7 @@ def release() -> None:
     more."""
     for reference, managed in [*_managed.values()]:
         optimizer = reference()
-        with _contained(managed, "it goes on with the flags that it has"):
+        with _contained(managed, "it continues with the flags that it has"):
             for group in optimizer.param_groups if optimizer is not None else ():
                 if managed.chose_fused(group):
                     _unfuse(optimizer, managed, group, [])
@@ -679,8 +676,8 @@ PATCH = Patch(
     why=(
         "Frameworks construct AdamW with torch's multi-tensor default, which needs about one more copy of the "
         "parameters at every step and is slower than the fused kernel. A hard-coded fused=True stops at the first step "
-        "where it cannot run, and verl's configuration has no eps at all. A checkpoint made without the flag takes it "
-        "away again when it is loaded."
+        "where it cannot run, and verl's configuration has no eps at all. Loading a checkpoint that was saved without "
+        "the flag removes it."
     ),
     upstream=(
         "https://github.com/volcengine/verl/issues/2556",
@@ -690,9 +687,9 @@ PATCH = Patch(
         "https://github.com/huggingface/accelerate/issues/4242",
         "https://github.com/pytorch/pytorch/issues/191763",
     ),
-    fixed_in="transformers passes fused=True from 4.54.1 with torch 2.8 and its default optim; no verl or Trinity-RFT "
-    "does",
-    remove_when="torch chooses the fused kernel by itself, and load_state_dict leaves the flag alone",
+    fixed_in="transformers passes fused=True from 4.54.1 with torch 2.8 and its default optim; verl and Trinity-RFT do "
+    "not",
+    remove_when="torch chooses the fused kernel by itself, and load_state_dict keeps the flag",
     variables=(
         "FUSEPATCH_OPTIMIZER_FUSED",
         "FUSEPATCH_OPTIMIZER_FOREACH",
@@ -702,34 +699,34 @@ PATCH = Patch(
     requested_by="",
     changes=(
         "an optimizer of torch that transformers, TRL, verl, Trinity-RFT, LLaMA-Factory, axolotl, ms-swift or AReaL "
-        "constructs without saying gets fused=True, per param group, where class, device, dtype, mesh and memory allow "
-        "it; where not, the reason is recorded",
-        "every step is looked at before the kernel runs: parameters that are dense and apart, gradients and states "
-        "laid out as their parameters; where that does not hold, the group goes on unfused, and a loaded state that "
-        "only has other strides is copied into its parameter's",
-        "loss scaling stays GradScaler's: skipped steps are seen, and schedules wait (huggingface/accelerate#4242)",
-        "the variables reach those optimizers over what the framework hard-codes (fused=True and eps=1e-8 of the "
-        "Trainer)",
-        "fused and foreach are never both true, whoever set the other one",
-        "load_state_dict leaves fused and foreach as the optimizer was constructed; learning rate, betas, eps and the "
+        "constructs without setting the flag gets fused=True, per param group, where class, device, dtype, mesh and "
+        "memory allow it; otherwise the reason is recorded",
+        "every step is checked before the kernel runs: parameters must be dense and share no memory, and gradients and "
+        "states must have the layout of their parameters. Otherwise the group continues unfused; a loaded state that "
+        "differs in its strides alone is copied into its parameter's",
+        "loss scaling stays with GradScaler: skipped steps are detected, and schedules wait "
+        "(huggingface/accelerate#4242)",
+        "the variables apply to those optimizers and replace what the framework hard-codes (fused=True and eps=1e-8 of "
+        "the Trainer)",
+        "fused and foreach are never both true, whoever set them",
+        "load_state_dict keeps fused and foreach as the optimizer was constructed; learning rate, betas, eps and the "
         "state are the checkpoint's",
-        "state_dict() holds both as they would be without this patch, so that a run which resumes without it is an "
-        "ordinary one",
-        "groups that are added later are judged in the same way",
+        "state_dict() holds both as they would be without this patch, so a run can resume without it",
+        "param groups that are added later are handled in the same way",
     ),
     limits=(
         "in bfloat16 and float16 parameters a fused step computes in float32 inside the kernel, so results differ from "
         "the multi-tensor form by roundings; state dtypes are the same",
         "a value in a framework's configuration that differs from the framework's default counts as the user's and "
         "beats the variables (adam_epsilon=1e-6, override_optimizer_config); one that equals the default cannot be "
-        'told from it, so FUSEPATCH_OPTIMIZER_FUSED=0 also removes an explicit optim="adamw_torch_fused"',
-        "a subclass with a constructor of its own counts as code of the module that defines it",
-        "a framework's own fused=True stays, also where torch will refuse it at the first step, which is recorded, or "
-        "train on wrong numbers, which is one warning",
+        'distinguished from it, so FUSEPATCH_OPTIMIZER_FUSED=0 also removes an explicit optim="adamw_torch_fused"',
+        "a subclass with its own constructor counts as code of the module that defines it",
+        "a framework's own fused=True is kept, even where torch will refuse it at the first step (this is recorded) or "
+        "train on wrong numbers (this triggers one warning)",
         "a pickle or deep copy is the optimizer that the framework constructed, without the flag; so is the optimizer "
         "itself after fusepatch.deactivate()",
         "a step that torch.compile compiles is not fused: the compiler fuses it in its own way",
-        "a subclass with a step or _init_group of its own is not fused by itself, for nothing looks at its steps",
+        "a subclass with its own step or _init_group is not fused automatically, because nothing checks its steps",
         "optimizers that are not torch's (bitsandbytes, torchao, DeepSpeed's) are left alone",
     ),
     sites=(

@@ -19,7 +19,7 @@ from fusepatch.reporting.record import checked
 SHOWN = 3
 """Process ids, hosts, files and the like that are named where there are many; the rest is counted."""
 MAXIMUM_BYTES = 8 << 20
-"""A larger file is no report: one holds at most 200 notes of each kind for each patch, about 1 MiB."""
+"""A larger file is not a report: one holds at most 200 notes of each kind for each patch, about 1 MiB."""
 
 _BY_THE_USER = (Outcome.DISABLED, Outcome.REMOVED)
 
@@ -62,7 +62,7 @@ def read(folder: str) -> Report:
     """Read every record in `folder`; a file that is none is named in the result.
 
     Raises:
-        FusepatchError: `folder` is no directory that can be listed.
+        FusepatchError: `folder` is not a directory that can be listed.
     """
     try:
         names = sorted(os.listdir(folder))
@@ -70,7 +70,7 @@ def read(folder: str) -> Report:
         raise FusepatchError(
             f"the reports cannot be read ({type(error).__name__}: {error}); wanted the directory that FUSEPATCH_REPORT "
             f"named in the run, found --report {folder}. Nothing was checked; name that directory, on a machine that "
-            "sees it."
+            "can read it."
         ) from None
     processes: list[dict[str, Any]] = []
     not_read = []
@@ -85,7 +85,7 @@ def read(folder: str) -> Report:
         except ValueError as error:
             not_read.append((name, str(error)))
         except RecursionError:
-            not_read.append((name, "none of fusepatch's: nested too deeply"))
+            not_read.append((name, "not a report of fusepatch: nested too deeply"))
     processes.sort(key=lambda process: (process["started"], process["host"], process["pid"]))
     return Report(folder, tuple(processes), tuple(not_read))
 
@@ -95,7 +95,7 @@ def _json(path: str) -> Any:
     try:
         return json.loads(content, parse_constant=_no_number, parse_float=_number)
     except ValueError as error:
-        raise ValueError(f"torn, or none of fusepatch's: no JSON ({error})") from None
+        raise ValueError(f"incomplete, or not a report of fusepatch: not JSON ({error})") from None
 
 
 def _content(path: str) -> bytes:
@@ -107,12 +107,12 @@ def _content(path: str) -> bytes:
     with open(path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
         content = file.read(MAXIMUM_BYTES + 1)
     if len(content) > MAXIMUM_BYTES:
-        raise ValueError(f"none of fusepatch's: larger than {MAXIMUM_BYTES >> 20} MiB")
+        raise ValueError(f"not a report of fusepatch: larger than {MAXIMUM_BYTES >> 20} MiB")
     return content
 
 
 def _no_number(text: str) -> None:
-    raise ValueError(f"{text} is no number in JSON")
+    raise ValueError(f"{text} is not a number in JSON")
 
 
 def _number(text: str) -> float:
@@ -123,7 +123,7 @@ def _number(text: str) -> float:
 
 
 def loaded(report: Report) -> list[Loaded]:
-    """Every target that some process has loaded. What the installed version does not have is no target."""
+    """Every target that some process has loaded. What the installed version does not have is not a target."""
     return [target for process in report.processes for target in loaded_in(process)]
 
 

@@ -125,10 +125,10 @@ def checked(record: Any, seen: dict[str, Any]) -> dict[str, Any]:
     once.
 
     Raises:
-        ValueError: it is no report, or one of another format, or a field is missing or holds something else.
+        ValueError: it is not a report, or is one of another format, or a field is missing or holds something else.
     """
     if not isinstance(record, dict) or not {"format", "fusepatch"} <= set(record):
-        raise ValueError("none of fusepatch's: JSON of another kind")
+        raise ValueError("not a report of fusepatch: JSON of another kind")
     if record["format"] != FORMAT:
         raise ValueError(
             f"written by fusepatch {_shown(record['fusepatch'])} in format {_shown(record['format'])}; this one reads "
@@ -168,7 +168,7 @@ def _checked(value: Any, form: Any, where: str, seen: dict[str, Any]) -> Any:
 
 
 def _want(value: Any, kind: type, where: str) -> None:
-    found = type(value)  # True is no whole number here
+    found = type(value)  # True is not a whole number here
     if found is not kind:
         raise ValueError(f"{where} is {_JSON_NAMES[found]}; wanted {_JSON_NAMES[kind]}")
     if kind is int and not 0 <= value < 1 << 63:

@@ -248,7 +248,7 @@ def test_several_vocabularies_and_bfloat16() -> None:
         (["--cases", "frosen"], "found frosen; wanted some of frozen,"),
         (["--peers", ""], "found none; wanted some of floor,"),
         (["--json", "nowhere/out.json"], "--json 'nowhere/out.json' cannot be written: there is no folder"),
-        (["--json", "."], "--json '.' cannot be written: it is there and no regular file"),
+        (["--json", "."], "--json '.' cannot be written: it exists and is not a regular file"),
         (["--json", "-"], "--json '-' cannot be written: it needs the name of a file"),
         (["--markdown", ""], "--markdown '' cannot be written: it needs the name of a file"),
         (["--plot", "plot.txt"], "a plot's name ends in one of .png, .pdf, .svg"),

@@ -159,10 +159,10 @@ def test_the_class_at_a_path(path: str, kind: Any) -> None:
         ("torch.optimizers.AdamW", "torch has no module optimizers", "correct the path"),
         ("torch.optim.Adamw", "torch.optim has no Adamw; the nearest is AdamW", "correct the path"),
         ("torch.optim.Nothing", "torch.optim has no Nothing", "It has the optimizers ASGD, "),
-        (f"{NAME}.make_plain", "is a function; wanted is a class derived from torch.optim.Optimizer", "name the class"),
+        (f"{NAME}.make_plain", "is a function; wanted a class derived from torch.optim.Optimizer", "name the class"),
         (f"{NAME}.number", "is an object of int", "name the class"),
-        ("torch.nn.Linear", "is no optimizer: it derives from Linear, Module", "name another class"),
-        (f"{NAME}.OfItsOwnKind", "its metaclass Meta", "name a class that is made in the ordinary way"),
+        ("torch.nn.Linear", "is not an optimizer: it derives from Linear, Module", "name another class"),
+        (f"{NAME}.OfItsOwnKind", "its metaclass Meta", "name a class that is created in the ordinary way"),
     ],
 )
 def test_no_class_at_a_path(path: str, found: str, action: str) -> None:
@@ -193,7 +193,7 @@ def test_what_a_constructor_takes() -> None:
     assert forwarding.parameter("fused") is None
     assert exchange.accepts(torch.optim.SGD).parameter("fused") is not None
     assert exchange.accepts(KeywordParams).first.kind is inspect.Parameter.KEYWORD_ONLY
-    assert str(exchange.accepts(WithoutRate)) == "no argument beside the parameters"
+    assert str(exchange.accepts(WithoutRate)) == "no argument besides the parameters"
 
 
 def test_the_settings_of_a_framework_carry_over_and_its_own_constants_do_not() -> None:
@@ -241,7 +241,7 @@ def test_weight_decay_that_is_lost_is_refused() -> None:
 def test_a_value_of_another_kind_than_the_class_has_there_does_not_carry_over(kind: Any, name: str, value: Any) -> None:
     planned = plan(kind, {**RATE, name: Given(value, "user")})
     assert planned.kwargs == {"lr": 0.5}
-    assert "which is another kind of value" in planned.notes[0].text
+    assert "which is a different kind of value" in planned.notes[0].text
 
 
 def test_a_class_that_takes_any_keyword_gets_the_learning_rate_and_no_flag() -> None:
@@ -365,7 +365,7 @@ def test_a_class_without_a_learning_rate_in_its_groups() -> None:
         (Closing, params(), r"its step\(\) needs closure, and frameworks call step\(\) without"),
         (torch.optim.LBFGS, params(), r"its step\(\) needs closure"),
         (torch.optim.SparseAdam, params(), "it takes sparse gradients only"),
-        (torch.optim.Muon, params(), r"it takes matrices only, and 1 of 2 parameters are none"),
+        (torch.optim.Muon, params(), r"it takes matrices only, and 1 of 2 parameters are not"),
         (torch.optim.Muon, params((4, 3)), None),
         (torch.optim.SGD, params(), None),
         (Plain, params(), None),

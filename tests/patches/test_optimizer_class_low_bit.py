@@ -345,7 +345,7 @@ def cautions(rank: int) -> list[str | None]:
 def test_torchaos_states_on_dtensors_are_warned_of_before_torch_2_12() -> None:
     ((on_dtensor, on_plain, *with_newer_torch),) = on_ranks(1, cautions)
     assert on_dtensor is not None
-    assert "found is torch 2.11.0+cu130" in on_dtensor
+    assert "found torch 2.11.0+cu130" in on_dtensor
     assert (on_plain, with_newer_torch) == (None, [None, None])
 
 
@@ -382,7 +382,7 @@ def test_bitsandbytes_without_a_kernel_or_a_library_for_the_device(monkeypatch: 
         ndim, device = 2, torch.device("cuda")
 
     assert bitsandbytes.cextension.lib.compiled_with_cuda is False
-    assert "no library of its own for this CUDA" in (refusals.obstacle(kind, [OnCuda()]) or "")  # type: ignore[list-item]
+    assert "found no library for this CUDA" in (refusals.obstacle(kind, [OnCuda()]) or "")  # type: ignore[list-item]
 
 
 def test_the_patch_says_what_it_did(tmp_path: Path) -> None:

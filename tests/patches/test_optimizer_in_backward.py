@@ -657,7 +657,7 @@ def test_an_optimizer_that_is_exchanged_in_the_forward_is_seen_before_a_weight_m
         built.__class__ = Exchanging
         between = Between(lambda: None)
         built.add_callback(between)
-        with pytest.raises(InBackwardError, match=r"is another one \(torch\.optim\.sgd\.SGD\)"):
+        with pytest.raises(InBackwardError, match=r"steps another optimizer \(torch\.optim\.sgd\.SGD\)"):
             built.train()
     assert all(torch.equal(p, old) for p, old in zip(built.model.parameters(), between.before, strict=True))
 

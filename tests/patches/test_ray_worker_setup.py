@@ -77,8 +77,8 @@ def test_keys_of_a_submitted_job_are_left_out() -> None:
     ("given", "submitted", "client", "reason"),
     [
         ({}, {}, True, "Ray's client (ray://) runs none"),
-        ({"image_uri": "x"}, {}, False, "Ray takes none beside image_uri"),
-        ({}, {"container": {"image": "x"}}, False, "Ray takes none beside container"),
+        ({"image_uri": "x"}, {}, False, "Ray accepts none together with image_uri"),
+        ({}, {"container": {"image": "x"}}, False, "Ray accepts none together with container"),
         ({}, {HOOK: "a.b"}, False, "the submitted job has one (a.b)"),
         ({}, {"env_vars": {ray_worker_setup.PROCESSED_HOOK: "a.b"}}, False, "the submitted job has one (a.b)"),
         (

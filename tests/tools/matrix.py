@@ -234,9 +234,9 @@ def differences(row: Row, result: Mapping[str, Any], only: str | None = None) ->
     for door in row.doors if only is None else ():
         seen = result["doors"].get(door, {"failed": "nobody tried", "how": "at all"})
         if "failed" in seen:
-            lines.append(f"{row.name}: the door {door} does not open {seen['how']}: {seen['failed']}")
+            lines.append(f"{row.name}: the entry point {door} fails {seen['how']}: {seen['failed']}")
         elif not seen["ledger"]:
-            lines.append(f"{row.name}: no patch counted a call behind the door {door}")
+            lines.append(f"{row.name}: no patch counted a call in the entry point {door}")
     return [*lines, *_wrong_versions(row, result["versions"])]
 
 

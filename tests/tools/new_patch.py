@@ -99,7 +99,7 @@ def test_an_import_of_fusepatch_that_comes_late_is_no_different() -> None:
     assert CURED in fresh(f"import {MODULE}\\nimport fusepatch\\n" + CALL, env=ASKED, check=True).stdout
 
 
-def test_taken_out_again_the_fault_is_back() -> None:
+def test_deactivated_the_fault_is_back() -> None:
     undone = f"import fusepatch, {MODULE}\\nfusepatch.deactivate({ID!r})\\n"
     assert FAULT in fresh(undone + CALL, env=ASKED, check=True).stdout
 ''')

@@ -278,7 +278,7 @@ def test_a_user_can_keep_all_workers_off_or_one_actor(cluster: Cluster) -> None:
     (job,), (notes,), (actor,) = drive(code).seen
     for worker in (job, actor):
         assert (worker["patched"], worker["variables"]) == (False, {"FUSEPATCH": "0"})
-    assert notes == ["ray.init: FUSEPATCH=0 in env_vars keeps the workers of this job off"]
+    assert notes == ["ray.init: FUSEPATCH=0 in env_vars keeps the workers of this job unpatched"]
 
 
 JOB = '{"runtime_env": %s, "metadata": {"name": "mine"}}'

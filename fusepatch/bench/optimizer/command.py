@@ -30,10 +30,10 @@ from fusepatch.bench.report import Row
 
 _ABOUT = """\
 Times training steps of a stack of feed-forward blocks with AdamW on this
-machine, each variant in a process of its own, by turns, several times over.
+machine. Each variant has its own process; they take turns, several times.
 Prints minimum and median of forward, backward and step together, the part that
 is not forward and backward, the memory of a step above parameters and optimizer
-state, and beside them a check of the weights after {steps} steps against those of
+state, and a check of the weights after {steps} steps against those of
 `default`. Nothing is compared with a time whose check failed.
 
 variants:

@@ -330,7 +330,7 @@ def _not_known(call: _Call, target: Target) -> _Obstacle | None:
     if replaced is not None:
         return _Obstacle(replaced)
     unknown = _unknown_parameter_in_use(call)
-    return None if unknown is None else _Obstacle(f"{unknown} is in use, an argument that is not known here")
+    return None if unknown is None else _Obstacle(f"{unknown} is in use, an argument that fusepatch does not know")
 
 
 def _unknown_parameter_in_use(call: _Call) -> str | None:

@@ -28,7 +28,7 @@ def report(trainer: Any, model: Any, inputs: Mapping[str, Any], compute_liger_lo
         ledger.refused(
             ID,
             f"the lm_head of {name} carries an adapter, and the fused loss reads the base weight alone: the adapter is "
-            "left out of the loss and gets no gradient; take lm_head out of target_modules, or train without Liger's "
+            "left out of the loss and gets no gradient; remove lm_head from target_modules, or train without Liger's "
             "loss",
         )
     if getattr(trainer, "aux_loss_enabled", False):
@@ -42,14 +42,13 @@ def report(trainer: Any, model: Any, inputs: Mapping[str, Any], compute_liger_lo
         ledger.refused(
             ID,
             f"TRL's Liger path leaves {', '.join(dropped)} of this batch out of its call of {name}, which the native "
-            "path passes: the hidden states, and with them the loss, may be other ones; train this model without "
-            "Liger's loss",
+            "path passes: the hidden states, and so the loss, may differ; train this model without Liger's loss",
         )
     for method in overridden(trainer, compute_liger_loss):
         ledger.refused(
             ID,
             f"{type(trainer).__name__} has a {method} of its own, which TRL does not call while Liger's loss is on: "
-            "what it computes is left out, and the objective is TRL's GRPO loss; train without Liger's loss to have "
+            "what it computes is left out, and the objective is TRL's GRPO loss; train without Liger's loss to use "
             "yours",
         )
 

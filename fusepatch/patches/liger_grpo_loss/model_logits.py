@@ -209,9 +209,9 @@ def _unchecked(model: Any, named: Map, reason: str) -> ModelLogits:
     if not suspicious:
         return logits
     return logits._replace(
-        refused=f"the configuration of {name} sets {', '.join(suspicious)}, which is not known here, and its logits "
-        f"could not be compared with its lm_head's ({reason}): the loss is computed without it, as upstream does; "
-        "compare with a run without Liger's loss"
+        refused=f"the configuration of {name} sets {', '.join(suspicious)}, which fusepatch does not know, and its "
+        f"logits could not be compared with its lm_head's ({reason}): the loss is computed without it, as upstream "
+        "does; compare with a run without Liger's loss"
     )
 
 

@@ -41,7 +41,7 @@ def attach(
         ledger.fallback(
             ID,
             f"{where}: {', '.join(names[parameter] for parameter in tied)}: tied, and under re-entrant checkpointing a "
-            "tied gradient can arrive in two parts; the ordinary step updates it (use_reentrant=False brings it in)",
+            "tied gradient can arrive in two parts; the ordinary step updates it (use_reentrant=False includes it)",
         )
     kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     ledger.replaced(ID, f"{where}: {kind} updates {attached.number_of_parameters} parameters inside backward")
@@ -61,8 +61,8 @@ def _of_checkpointing(model: Any) -> Iterable[Obstacle]:
         yield Obstacle(
             f"gradient checkpointing is on, and {CHECKPOINTING} could not be wrapped "
             f"({record.outcome.value if record is not None else 'PENDING'}; `python -m fusepatch status` says why)",
-            "a region that is computed again could read weights that are updated already, and nothing would show it",
-            "set gradient_checkpointing=False, or take a release of torch that is tested",
+            "a recomputed region could read weights that are already updated, and nothing would detect it",
+            "set gradient_checkpointing=False, or use a tested release of torch",
         )
 
 

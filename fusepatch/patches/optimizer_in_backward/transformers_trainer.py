@@ -52,25 +52,25 @@ def _of_arguments(arguments: Any) -> Iterable[Obstacle]:
         yield Obstacle(
             f"gradient_accumulation_steps={arguments.gradient_accumulation_steps}",
             "each of the backward passes would update the parameters with a part of the gradient",
-            "set gradient_accumulation_steps=1 and per_device_train_batch_size to the whole batch (memory that it "
-            "needs may be what in-backward frees; gradient checkpointing frees more)",
+            "set gradient_accumulation_steps=1 and per_device_train_batch_size to the whole batch (in-backward may "
+            "free the memory that this needs; gradient checkpointing frees more)",
         )
     if in_backward.clips(arguments.max_grad_norm):
         yield Obstacle(
             f"max_grad_norm={arguments.max_grad_norm} (1.0 is the Trainer's default)",
-            "the norm over all gradients is known after backward only, when they have been used",
+            "the norm over all gradients is known only after backward, when they have already been used",
             "set max_grad_norm=0, which trains without clipping",
         )
     if arguments.fp16:
         yield Obstacle(
             "fp16=True",
-            "the GradScaler looks at all gradients before it allows a step",
+            "the GradScaler checks all gradients before it allows a step",
             "set bf16=True instead",
         )
     if arguments.auto_find_batch_size:
         yield Obstacle(
             "auto_find_batch_size=True",
-            "a backward that runs out of memory has updated some of the parameters already when it is tried again",
+            "when a backward that ran out of memory is tried again, it has already updated some of the parameters",
             "set per_device_train_batch_size",
         )
 
@@ -80,13 +80,13 @@ def _of_accelerator(accelerator: Any) -> Iterable[Obstacle]:
     if kind in ("DEEPSPEED", "MEGATRON_LM", "XLA"):
         yield Obstacle(
             f"accelerate runs {kind}",
-            "it keeps gradients and their reduction to itself (DeepSpeed at every ZeRO stage)",
+            "it manages gradients and their reduction itself (DeepSpeed at every ZeRO stage)",
             "shard with FSDP2 (fsdp_version=2), or train in one process",
         )
     if getattr(accelerator, "scaler", None) is not None:
         yield Obstacle(
             "accelerate scales the loss with a GradScaler (fp16)",
-            "it looks at all gradients before it allows a step",
+            "it checks all gradients before it allows a step",
             "use bf16",
         )
     plugin = getattr(accelerator.state, "fsdp_plugin", None)

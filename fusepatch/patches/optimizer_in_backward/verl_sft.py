@@ -157,7 +157,7 @@ def _of_engine(engine: Any) -> list[Obstacle]:
         found.append(
             Obstacle(
                 "the engine scales the loss (engine.mixed_precision.param_dtype=fp16)",
-                "the scaler looks at all gradients before it allows a step",
+                "the scaler checks all gradients before it allows a step",
                 "set engine.mixed_precision.param_dtype=bf16",
             )
         )
@@ -179,7 +179,7 @@ def _clipping(maximum: float | None) -> Iterable[Obstacle]:
     if maximum is None or in_backward.clips(maximum):
         yield Obstacle(
             f"optim.clip_grad={maximum} (1.0 is verl's default)",
-            "the norm over all gradients is known after backward only, when they have been used",
+            "the norm over all gradients is known only after backward, when they have already been used",
             "set optim.clip_grad=inf, which trains without clipping and keeps verl's guard against a norm that is not "
             "finite, for each gradient",
         )
@@ -196,7 +196,7 @@ def _accumulation(micro_batches: int, samples: int) -> Obstacle:
 def _strategy(found: str, setting: str) -> Obstacle:
     return Obstacle(
         f"{setting}={found}",
-        "FSDP1 makes its flat parameters and their gradient accumulators anew in every step",
+        "FSDP1 recreates its flat parameters and their gradient accumulators in every step",
         f"set {setting}=fsdp2",
     )
 
@@ -204,6 +204,6 @@ def _strategy(found: str, setting: str) -> Obstacle:
 def _offload(names: list[str]) -> Obstacle:
     return Obstacle(
         f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} on",
-        "parameters, gradients or optimizer states lie on the CPU for a part of the step",
+        "parameters, gradients or optimizer states are on the CPU for a part of the step",
         f"set {' and '.join(f'{name}=False' for name in names)}",
     )
