@@ -36,7 +36,7 @@ def main() -> int:
     parser.add_argument("--all", action="store_true", help="the whole matrix; without it, the chosen set")
     parser.add_argument("--rows", nargs="+", default=[], metavar="TEXT", help="only rows whose name contains a TEXT")
     parser.add_argument(
-        "--patch", metavar="ID", help="only this patch's sites, without the doors; the rest stays as recorded"
+        "--patch", metavar="ID", help="only this patch's sites, without the entry points; the rest stays as recorded"
     )
     parser.add_argument("--list", action="store_true", help="print the names of the rows, and run nothing")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="how many rows run at once (default: 1)")
@@ -232,7 +232,7 @@ def differences(row: Row, result: Mapping[str, Any], only: str | None = None) ->
                 f"{row.name}: {patch} at {module}: expected {wanted}, found {is_there}" + f" ({reason})" * bool(reason)
             )
     for door in row.doors if only is None else ():
-        seen = result["doors"].get(door, {"failed": "nobody tried", "how": "at all"})
+        seen = result["doors"].get(door, {"failed": "it was not run", "how": "in both runs"})
         if "failed" in seen:
             lines.append(f"{row.name}: the entry point {door} fails {seen['how']}: {seen['failed']}")
         elif not seen["ledger"]:

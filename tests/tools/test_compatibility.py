@@ -185,7 +185,7 @@ class TestDifferences:
         assert matrix.differences(row, result) == [
             "latest: the entry point trainer fails with fusepatch: ImportError",
             "latest: no patch counted a call in the entry point verl_engine",
-            "latest: the entry point trinity_engine was not run: nobody tried",
+            "latest: the entry point trinity_engine fails in both runs: it was not run",
         ]
 
     def test_another_release_than_the_one_that_was_asked_for(self, row: Row, result: dict[str, Any]) -> None:
