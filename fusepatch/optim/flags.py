@@ -13,13 +13,24 @@ from fusepatch.optim.capability import Verdict
 
 FLAGS = ("fused", "foreach", "eps")
 
+PLAIN_WORDS: Mapping[str, str] = {flag: flag for flag in FLAGS}
+
 
 class Request(NamedTuple):
-    """What the environment asks for. `fused` is None for the automatic rule; None in the others asks for nothing."""
+    """What the environment asks for. `fused` is None for the automatic rule; None in the others asks for nothing.
+
+    `words` are the names by which the user knows each of them.
+    """
 
     fused: bool | str | None = None
     foreach: bool | None = None
     eps: float | None = None
+    words: Mapping[str, str] = PLAIN_WORDS
+
+    def said(self, flag: str) -> str:
+        """A flag that is asked for, with its value, as the user wrote it."""
+        value = getattr(self, flag)
+        return f"{self.words[flag]}={value:g}" if flag == "eps" else f"{self.words[flag]}={int(value)}"
 
     @property
     def keeps_everything(self) -> bool:
@@ -99,7 +110,7 @@ def _foreach(group: Group, request: Request, notes: list[Note]) -> tuple[bool | 
     asked = request.foreach
     if asked is None:
         return value, False
-    variable = f"FUSEPATCH_OPTIMIZER_FOREACH={int(asked)}"
+    variable = request.said("foreach")
     passed_fused = group.got("fused")
     if by_user:
         if value != asked:
@@ -110,7 +121,7 @@ def _foreach(group: Group, request: Request, notes: list[Note]) -> tuple[bool | 
             notes.append(Note("refused", f"{variable} was not followed: {group.class_name} has no multi-tensor form"))
         return value, False
     if asked and passed_fused.value and (passed_fused.by_user or request.fused == "keep"):
-        because = "it beats the variable" if passed_fused.by_user else "FUSEPATCH_OPTIMIZER_FUSED=keep leaves it"
+        because = "it beats the variable" if passed_fused.by_user else f"{request.words['fused']}=keep leaves it"
         notes.append(
             Note("refused", f"{variable} was not followed: fused=True from {group.source} excludes it, and {because}")
         )
@@ -131,11 +142,7 @@ def _fused(
         return value, foreach, False
     if by_user:
         if isinstance(asked, bool) and value != asked:
-            notes.append(
-                Note(
-                    "kept", f"fused={value} from {group.source} kept (it beats FUSEPATCH_OPTIMIZER_FUSED={int(asked)})"
-                )
-            )
+            notes.append(Note("kept", f"fused={value} from {group.source} kept (it beats {request.said('fused')})"))
         if value and group.verdict.wrong is not None:
             notes.append(_wrong(group, "pass fused=False"))
         return value, foreach, False
@@ -145,14 +152,14 @@ def _fused(
         # None, not False: False in either flag makes torch loop over the parameters one by one.
         return (None if value else value), foreach, False
     if asked is True:
-        return _fused_on_request(group, foreach, value, notes)
-    return _fused_by_rule(group, foreach, foreach_asked, value, notes)
+        return _fused_on_request(group, request, foreach, value, notes)
+    return _fused_by_rule(group, request, foreach, foreach_asked, value, notes)
 
 
 def _fused_on_request(
-    group: Group, foreach: bool | None, value: bool | None, notes: list[Note]
+    group: Group, request: Request, foreach: bool | None, value: bool | None, notes: list[Note]
 ) -> tuple[bool | None, bool | None, bool]:
-    variable = "FUSEPATCH_OPTIMIZER_FUSED=1"
+    variable = request.said("fused")
     obstacle = f"{group.class_name} has no fused form in this torch" if "fused" not in group.takes else None
     if obstacle is None and foreach and group.got("foreach").by_user:
         notes.append(
@@ -178,18 +185,23 @@ def _wrong(group: Group, action: str) -> Note:
 
 
 def _fused_by_rule(
-    group: Group, foreach: bool | None, foreach_asked: bool, value: bool | None, notes: list[Note]
+    group: Group,
+    request: Request,
+    foreach: bool | None,
+    foreach_asked: bool,
+    value: bool | None,
+    notes: list[Note],
 ) -> tuple[bool | None, bool | None, bool]:
+    variable = request.words["fused"]
     reason = group.verdict.obstacle or group.verdict.wrong or group.verdict.caution
     if value:
         if group.verdict.obstacle is None and group.verdict.wrong is not None:
-            notes.append(_wrong(group, "FUSEPATCH_OPTIMIZER_FUSED=0 removes it"))
+            notes.append(_wrong(group, f"{variable}=0 removes it"))
         elif reason is not None:
             notes.append(
                 Note(
                     "fallback",
-                    f"fused=True from {group.source} left as it is (FUSEPATCH_OPTIMIZER_FUSED=0 removes it), but "
-                    f"{reason}",
+                    f"fused=True from {group.source} left as it is ({variable}=0 removes it), but {reason}",
                 )
             )
         return value, foreach, False
@@ -200,7 +212,7 @@ def _fused_by_rule(
     elif foreach is not None and not foreach_asked:
         reason = f"{group.source} passes foreach={foreach}"
     elif reason is not None and reason == group.verdict.caution:
-        reason += "; FUSEPATCH_OPTIMIZER_FUSED=1 fuses it anyway"
+        reason += f"; {variable}=1 fuses it anyway"
     if reason is not None:
         notes.append(Note("fallback", f"not fused: {reason}"))
         return value, foreach, False
@@ -211,7 +223,7 @@ def _eps(group: Group, request: Request, notes: list[Note]) -> Any:
     value, by_user = group.got("eps")
     if request.eps is None:
         return value
-    variable = f"FUSEPATCH_OPTIMIZER_EPS={request.eps:g}"
+    variable = request.said("eps")
     if by_user:
         if value != request.eps:
             notes.append(Note("kept", f"eps={value} from {group.source} kept (it beats {variable})"))
@@ -235,12 +247,12 @@ def _replacements(group: Group, request: Request, fused: bool | None, foreach: b
 
 def _because(flag: str, fused: bool | None, foreach: bool | None, request: Request) -> str:
     if flag == "eps":
-        return f"FUSEPATCH_OPTIMIZER_EPS={request.eps:g}"
+        return request.said("eps")
     asked, other, excluded_by = (
         (request.fused, foreach, "foreach") if flag == "fused" else (request.foreach, fused, "fused")
     )
     if isinstance(asked, bool) and bool(fused if flag == "fused" else foreach) == asked:
-        return f"FUSEPATCH_OPTIMIZER_{flag.upper()}={int(asked)}"
+        return request.said(flag)
     return f"{excluded_by}=True, which excludes it" if other else "automatic"
 
 

@@ -24,7 +24,7 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from types import FunctionType, MethodType
+from types import FunctionType, MappingProxyType, MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fusepatch.errors import InBackwardError
@@ -54,13 +54,12 @@ KNOWN_STEPS: Mapping[str, frozenset[str]] = {
     ),
     "torchao": frozenset({"_AdamBase"}),
     "bitsandbytes": frozenset({"Optimizer8bit"}),
-    "transformers": frozenset({"Adafactor"}),
 }
 """By package, the classes whose `step` updates each parameter from that parameter's gradient, state and group alone.
 Every 8-bit, 4-bit and float8 Adam of torchao and every optimizer of bitsandbytes but LARS has the step of the class
 given here."""
 
-_WRAPPERS: Mapping[str, tuple[str, str, str]] = {
+WRAPPERS: Mapping[str, tuple[str, str, str]] = {
     "torch.nn.parallel.distributed.DistributedDataParallel": (
         "the model is in DistributedDataParallel",
         "a parameter's hook sees the gradient of this rank alone, before it is averaged over the ranks",
@@ -76,16 +75,30 @@ _WRAPPERS: Mapping[str, tuple[str, str, str]] = {
         "it recreates its flat parameters and their gradient accumulators in every step",
         "shard with FSDP2 (fully_shard)",
     ),
-    "deepspeed.runtime.engine.DeepSpeedEngine": (
-        "the model is in a DeepSpeed engine",
-        "every ZeRO stage manages the gradients itself and steps its own optimizer",
-        "shard with FSDP2, or train in one process without DeepSpeed",
-    ),
 }
+"""By its class's dotted path, a module around the model that is in the way: what was found, why, and what to change."""
 
 
 _WRAPPERS_OF_STEP = frozenset({"torch.optim.optimizer", "torch.optim.lr_scheduler", "torch.utils._contextlib"})
 """Modules of torch whose wrappers of a step change nothing but what is counted and recorded around it."""
+
+
+class Caller(NamedTuple):
+    """What only the caller knows.
+
+    `asked` to `optimizer_class` are words for messages: what switched this on, how to switch it off, and the settings
+    to change. `steps` and `wrappers` are of the caller's libraries what `KNOWN_STEPS` and `WRAPPERS` are of others.
+    """
+
+    asked: str = "in-backward"
+    undo: str = "train without it"
+    without_reentrant: str = "use_reentrant=False"
+    optimizer_class: str = ""
+    steps: Mapping[str, frozenset[str]] = MappingProxyType({})
+    wrappers: Mapping[str, tuple[str, str, str]] = MappingProxyType({})
+
+
+_NOBODY = Caller()
 
 
 class Obstacle(NamedTuple):
@@ -99,7 +112,7 @@ class Obstacle(NamedTuple):
         return f"{self.found}: {self.why}; {self.change}"
 
 
-def refuse(where: str, obstacles: Collection[Obstacle], begun: bool = False) -> None:
+def refuse(where: str, obstacles: Collection[Obstacle], caller: Caller, begun: bool = False) -> None:
     """Raise InBackwardError with every obstacle, if there is one. `where` names whose training it is, `begun` says that
     it has taken steps already."""
     if obstacles:
@@ -108,14 +121,14 @@ def refuse(where: str, obstacles: Collection[Obstacle], begun: bool = False) -> 
         if begun:
             consequence = "training stops before this step has changed a parameter"
         raise InBackwardError(
-            f"the optimizer of {where} cannot run inside backward (FUSEPATCH_OPTIMIZER_IN_BACKWARD=1); "
-            f"{consequence}:\n{listed}\nChange that, or unset FUSEPATCH_OPTIMIZER_IN_BACKWARD."
+            f"the optimizer of {where} cannot run inside backward ({caller.asked}); "
+            f"{consequence}:\n{listed}\nChange that, or {caller.undo}."
         )
 
 
-def obstacles(optimizer: Any, model: torch.nn.Module) -> list[Obstacle]:
+def obstacles(optimizer: Any, model: torch.nn.Module, caller: Caller = _NOBODY) -> list[Obstacle]:
     """What is in the way in the optimizer, the model and the process, before anything is hooked."""
-    return [*_of_optimizer(optimizer), *_of_model(model), *_of_parameters(optimizer), *_of_process()]
+    return [*_of_optimizer(optimizer, caller), *_of_model(model, caller), *_of_parameters(optimizer), *_of_process()]
 
 
 def reached_by_several_names(model: torch.nn.Module) -> list[torch.nn.Parameter]:
@@ -131,7 +144,7 @@ def clips(maximum: float | None) -> bool:
     return maximum is not None and 0 < maximum < float("inf")
 
 
-def _of_optimizer(optimizer: Any) -> Iterable[Obstacle]:
+def _of_optimizer(optimizer: Any, caller: Caller) -> Iterable[Obstacle]:
     import torch
 
     kind = type(optimizer)
@@ -145,8 +158,9 @@ def _of_optimizer(optimizer: Any) -> Iterable[Obstacle]:
         return
     step = _unwrapped_step(kind.step)
     package, owner = step.__module__.partition(".")[0], step.__qualname__.rpartition(".")[0]
-    if owner not in KNOWN_STEPS.get(package, ()):
-        known = "; ".join(f"{package}: {', '.join(sorted(owners))}" for package, owners in KNOWN_STEPS.items())
+    steps = {**KNOWN_STEPS, **caller.steps}
+    if owner not in steps.get(package, ()):
+        known = "; ".join(f"{package}: {', '.join(sorted(owners))}" for package, owners in steps.items())
         yield Obstacle(
             f"the step of the optimizer {name} is {step.__module__}.{step.__qualname__}",
             "it is not known to update each parameter from that parameter alone (a closure, or a statistic over all "
@@ -168,7 +182,7 @@ def _of_optimizer(optimizer: Any) -> Iterable[Obstacle]:
             "bitsandbytes' GlobalOptimManager overrides settings of single parameters",
             "it finds them by their place in the param groups (frameworks register some for embeddings with their own "
             "names of 8-bit classes)",
-            "pass the class instead, without overrides (FUSEPATCH_OPTIMIZER_CLASS=bitsandbytes.optim.AdamW8bit), or "
+            f"pass the class instead, without overrides ({caller.optimizer_class}bitsandbytes.optim.AdamW8bit), or "
             "take torchao.optim.AdamW8bit",
         )
 
@@ -270,10 +284,11 @@ def _is_compiled(step: Any) -> bool:
     return False
 
 
-def _of_model(model: torch.nn.Module) -> Iterable[Obstacle]:
+def _of_model(model: torch.nn.Module, caller: Caller) -> Iterable[Obstacle]:
     kinds = {f"{kind.__module__}.{kind.__qualname__}" for module in model.modules() for kind in type(module).__mro__}
-    for name in sorted(kinds & _WRAPPERS.keys()):
-        yield Obstacle(*_WRAPPERS[name])
+    wrappers = {**WRAPPERS, **caller.wrappers}
+    for name in sorted(kinds & wrappers.keys()):
+        yield Obstacle(*wrappers[name])
 
 
 def _of_parameters(optimizer: Any) -> Iterable[Obstacle]:
@@ -312,6 +327,7 @@ class InBackward:
         on_skipped: makes each gradient whose norm is not finite leave its parameter and state as they are, and is
             called after a step with the names of such parameters.
         stepped: returns the optimizer that the training is about to step, which must still be this one.
+        caller: the words of its messages.
 
     Raises:
         InBackwardError: out of backward, where a parameter's hook runs a second time before the optimizer's step; where
@@ -328,8 +344,10 @@ class InBackward:
         armed: bool = True,
         on_skipped: Callable[[list[str]], None] | None = None,
         stepped: Callable[[], Any] | None = None,
+        caller: Caller = _NOBODY,
     ) -> None:
         self.armed = armed
+        self.caller = caller
         self.optimizer = optimizer
         self._names = names
         self._step = _without_hooks(type(optimizer).step)
@@ -396,12 +414,11 @@ class InBackward:
             if parameter in self.updated:
                 raise InBackwardError(
                     f"the gradient of {self.name(parameter)} arrived a second time before the optimizer's step, but "
-                    "its first part has already updated the parameter (FUSEPATCH_OPTIMIZER_IN_BACKWARD=1). In-backward "
-                    "needs one backward per optimizer step: no gradient accumulation, one loss.backward() in each "
-                    f"training step, a step of this {type(self.optimizer).__qualname__} (and of no other optimizer) "
-                    'after it, and gradient_checkpointing_kwargs={"use_reentrant": False} where a module runs more '
-                    "than once in a forward. Change that, or unset FUSEPATCH_OPTIMIZER_IN_BACKWARD; the weights after "
-                    "this step differ from those of an ordinary step."
+                    f"its first part has already updated the parameter ({self.caller.asked}). In-backward needs one "
+                    "backward per optimizer step: no gradient accumulation, one loss.backward() in each training step, "
+                    f"a step of this {type(self.optimizer).__qualname__} (and of no other optimizer) after it, and "
+                    f"{self.caller.without_reentrant} where a module runs more than once in a forward. Change that, or "
+                    f"{self.caller.undo}; the weights after this step differ from those of an ordinary step."
                 )
             self.updated.add(parameter)
             if _storage(parameter):
@@ -420,15 +437,20 @@ class InBackward:
         kind = type(self.optimizer)
         around = self._around_step()
         if around != self._around:
-            refuse(f"this training ({kind.__module__}.{kind.__qualname__})", [*_of_step(self.optimizer)], begun=True)
+            refuse(
+                f"this training ({kind.__module__}.{kind.__qualname__})",
+                [*_of_step(self.optimizer)],
+                self.caller,
+                begun=True,
+            )
             self._around, self._step = around, _without_hooks(kind.step)
         if self._stepped is not None and self._stepped() is not self.optimizer:
             now = type(self._stepped())
             raise InBackwardError(
                 f"the training now steps another optimizer ({now.__module__}.{now.__qualname__}) than the "
                 f"{kind.__module__}.{kind.__qualname__} whose step runs inside backward "
-                "(FUSEPATCH_OPTIMIZER_IN_BACKWARD=1): it was replaced during the forward. This step has changed no "
-                "parameter. Replace it between two steps, or unset FUSEPATCH_OPTIMIZER_IN_BACKWARD."
+                f"({self.caller.asked}): it was replaced during the forward. This step has changed no "
+                f"parameter. Replace it between two steps, or {self.caller.undo}."
             )
         for hook in _pre_hooks(self.optimizer).values():
             if _is_ours(hook):  # they judge parameters and states before the first step
@@ -540,17 +562,18 @@ def explained() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        names = _named_by(str(error))
-        if not names:
+        found = _updated_that_it_names(str(error))
+        if not found:
             raise
+        names = " or ".join(attached.name(parameter) for attached, parameter in found)
+        caller = found[0][0].caller
         raise InBackwardError(
-            "autograd needs a weight in backward that its gradient has already updated "
-            f"(FUSEPATCH_OPTIMIZER_IN_BACKWARD=1): by shape and version it is {' or '.join(names)}. {DETACHED} "
-            f"Autograd's message: {error}"
+            f"autograd needs a weight in backward that its gradient has already updated ({caller.asked}): by shape and "
+            f"version it is {names}. {read_detached(caller)} Autograd's message: {error}"
         ) from error
 
 
-def _named_by(message: str) -> list[str]:
+def _updated_that_it_names(message: str) -> list[tuple[InBackward, torch.Tensor]]:
     """The updated parameters that autograd's error can be about: the same version, and as many elements or a part of
     them."""
     found = re.search(r"modified by an inplace operation: \[\S+ \[([\d, ]*)\]\].* is at version (\d+);", message)
@@ -558,15 +581,17 @@ def _named_by(message: str) -> list[str]:
         return []
     size = math.prod(int(length) for length in found[1].split(", ") if length)
     return [
-        attached.name(parameter)
+        (attached, parameter)
         for attached in early()
         for parameter in attached.updated
         if parameter._version == int(found[2]) and size and parameter.numel() % size == 0
     ]
 
 
-DETACHED = (
-    "A weight that is also used without its gradient (weight.detach(), requires_grad switched off for a part of the "
-    "forward) may be read after its update; the weights after this step differ from those of an ordinary step. Use a "
-    "copy there (weight.detach().clone()), or unset FUSEPATCH_OPTIMIZER_IN_BACKWARD."
-)
+def read_detached(caller: Caller) -> str:
+    """What may have read a weight after its update, and what to do."""
+    return (
+        "A weight that is also used without its gradient (weight.detach(), requires_grad switched off for a part of "
+        "the forward) may be read after its update; the weights after this step differ from those of an ordinary step. "
+        f"Use a copy there (weight.detach().clone()), or {caller.undo}."
+    )

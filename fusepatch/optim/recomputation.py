@@ -120,19 +120,18 @@ def unpacked(unpack: Callable[[Any], Any]) -> Callable[[Any], Any]:
         for attached in in_backward.early():
             parameter = attached.updated_in(tensor)
             if parameter is not None:
-                raise InBackwardError(
-                    _too_late("autograd unpacks a saved tensor that lies in", attached.name(parameter))
-                )
+                raise InBackwardError(_too_late("autograd unpacks a saved tensor that lies in", attached, parameter))
         return tensor
 
     return hook
 
 
-def _too_late(what: str, name: str) -> str:
+def _too_late(what: str, attached: InBackward, parameter: torch.Tensor) -> str:
+    caller = attached.caller
     return (
-        f"{what} {name} in backward, but a gradient has already updated that weight "
-        "(FUSEPATCH_OPTIMIZER_IN_BACKWARD=1). Where several checkpointed regions use the weight, set "
-        f'gradient_checkpointing_kwargs={{"use_reentrant": False}}. {in_backward.DETACHED}'
+        f"{what} {attached.name(parameter)} in backward, but a gradient has already updated that weight "
+        f"({caller.asked}). Where several checkpointed regions use the weight, set {caller.without_reentrant}. "
+        f"{in_backward.read_detached(caller)}"
     )
 
 
@@ -148,7 +147,7 @@ def _watch(early: Collection[InBackward]) -> Any:
                     parameter = attached.updated_in(tensor)
                     if parameter is not None:
                         what = f"a recomputed checkpointed region reads (in {func})"
-                        raise InBackwardError(_too_late(what, attached.name(parameter)))
+                        raise InBackwardError(_too_late(what, attached, parameter))
             return func(*args, **(kwargs or {}))
 
     return Watch()  # type: ignore[no-untyped-call]

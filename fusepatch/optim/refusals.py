@@ -10,7 +10,8 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fusepatch.optim.capability import dtensor_type, in_releases
 
@@ -51,12 +52,14 @@ def caution(kind: type[torch.optim.Optimizer], parameters: Collection[torch.Tens
     if _derives(kind, "torchao") and any(getattr(parameter, "_fsdp_flattened", False) for parameter in parameters):
         return (
             "the parameters are FSDP1's, whose optim_state_dict cannot gather its states: a checkpoint that is made "
-            "through it will fail (axolotl#2744, pytorch/ao#1185); save once early in the run, or use FSDP2"
+            "through it will fail (pytorch/ao#1185); save once early in the run, or use FSDP2"
         )
     return None
 
 
-STATES: Mapping[tuple[str, str], tuple[frozenset[str], ...]] = {
+States: TypeAlias = Mapping[tuple[str, str], tuple[frozenset[str], ...]]
+
+STATES: States = {
     ("torch", "ASGD"): (frozenset({"step", "eta", "mu", "ax"}),),
     ("torch", "Adadelta"): (frozenset({"square_avg", "acc_delta"}),),
     ("torch", "Adafactor"): (frozenset({"step", "row_var", "col_var"}), frozenset({"step", "variance"})),
@@ -70,10 +73,6 @@ STATES: Mapping[tuple[str, str], tuple[frozenset[str], ...]] = {
     ("torch", "RMSprop"): (frozenset({"step", "square_avg"}),),
     ("torch", "Rprop"): (frozenset({"step", "prev", "step_size"}),),
     ("torchao", "_AdamBase"): (frozenset({"step", "exp_avg", "exp_avg_sq"}),),
-    ("transformers", "Adafactor"): (
-        frozenset({"step", "exp_avg_sq_row", "exp_avg_sq_col"}),
-        frozenset({"step", "exp_avg_sq"}),
-    ),
 }
 """What a step takes for granted in a parameter's state once there is one, by the package and the class that define the
 step."""
@@ -89,17 +88,19 @@ def lost_keys(optimizer: torch.optim.Optimizer, keys: Collection[str]) -> str | 
     return None
 
 
-def foreign_state(optimizer: torch.optim.Optimizer, states: Iterable[Mapping[str, Any]]) -> str | None:
+def foreign_state(
+    optimizer: torch.optim.Optimizer, states: Iterable[Mapping[str, Any]], more: States = MappingProxyType({})
+) -> str | None:
     """Why the states of a checkpoint cannot be trained with, since another class wrote them, as words for a sentence.
 
-    None where they can, and for classes whose step is not known.
+    None where they can, and for classes whose step is neither in `STATES` nor in `more`.
     """
     states = [state for state in states if state]
     if _derives(type(optimizer), "bitsandbytes"):
         return _foreign_to_bitsandbytes(optimizer, states)
     step = inspect.unwrap(type(optimizer).step)
     owner = step.__qualname__.rpartition(".")[0]
-    wanted = STATES.get((step.__module__.partition(".")[0], owner))
+    wanted = {**STATES, **more}.get((step.__module__.partition(".")[0], owner))
     gathers = inspect.unwrap(getattr(type(optimizer), "_init_group", step)).__qualname__.rpartition(".")[0]
     if wanted is None or gathers != owner:
         return None

@@ -31,6 +31,14 @@ ID = "optimizer.class"
 SETTINGS_OF_FRAMEWORKS = frozenset({"lr", "betas", "weight_decay"})
 """What every framework passes from its own configuration, and what carries over to another class."""
 
+STATES = {
+    ("transformers", "Adafactor"): (
+        frozenset({"step", "exp_avg_sq_row", "exp_avg_sq_col"}),
+        frozenset({"step", "exp_avg_sq"}),
+    ),
+}
+"""Of the optimizers of frameworks, what `refusals.STATES` has of others."""
+
 _chosen_by_user: ContextVar[bool] = ContextVar("fusepatch_optimizer_chosen_by_user", default=False)
 """Inside a Trainer whose user gave `optimizer_cls_and_kwargs`."""
 
@@ -78,7 +86,8 @@ def _exchange(
     from fusepatch.optim import exchange, groups, refusals
 
     subject = f"AdamW in {caller}"
-    kind = exchange.resolve(path)
+    target = exchange.Target(path, "FUSEPATCH_OPTIMIZER_CLASS", "FUSEPATCH_OPTIMIZER_KWARGS")
+    kind = exchange.resolve(target)
     takes = exchange.accepts(kind)
     _, (_, params), *arguments = passed.items()
     params = groups.materialise(params)
@@ -86,7 +95,7 @@ def _exchange(
     given = _given(arguments, caller, own, takes, parameters)
     asked = settings.current().optimizer_kwargs
     own_groups = [member.own for member in members if member.own is not None]
-    planned = exchange.plan(path, takes, given, asked, own_groups, caller)
+    planned = exchange.plan(target, takes, given, asked, own_groups, caller)
     tensors = [tensor for member in members for tensor in member.tensors]
     obstacle = refusals.obstacle(kind, tensors)
     if obstacle is not None:
@@ -99,7 +108,7 @@ def _exchange(
         proceed(optimizer, params, **{**dict(arguments), **planned.kwargs})
         _watch_loading(optimizer, subject)
         return None
-    exchange.become(optimizer, path, kind, takes, params, planned.kwargs)
+    exchange.become(optimizer, target, kind, takes, params, planned.kwargs)
     carried = [name for name in planned.kwargs if name in given and name not in asked]
     arguments_used = ", ".join(["parameters", *carried])
     own_arguments = f" and {', '.join(asked)} from FUSEPATCH_OPTIMIZER_KWARGS" if asked else ""
@@ -196,7 +205,7 @@ def _compare_groups(subject: str, optimizer: Any, state_dict: dict[str, Any]) ->
                 f"load_state_dict of {kind.__qualname__}, {subject}: {name}: {saved[name]} in the checkpoint -> "
                 f"{value}, the value of the class that was asked for",
             )
-    foreign = refusals.foreign_state(optimizer, state_dict["state"].values())
+    foreign = refusals.foreign_state(optimizer, state_dict["state"].values(), STATES)
     if foreign is not None:
         raise _refusal_of_checkpoint(
             kind, f"{foreign}. Training would continue from wrong states or stop at a later step. Nothing was loaded"
@@ -248,7 +257,7 @@ def _judged_at_first_step(path: str, subject: str) -> Callable[[Any, Any, Any], 
             obstacle = refusals.obstacle(type(optimizer), tensors)
             if obstacle is not None:
                 raise _refusal(path, f"{subject}, at the first step", obstacle)
-            foreign = refusals.foreign_state(optimizer, optimizer.state.values())
+            foreign = refusals.foreign_state(optimizer, optimizer.state.values(), STATES)
             if foreign is not None:
                 raise _refusal_of_checkpoint(type(optimizer), f"{foreign}. No step was taken")
             judged = True

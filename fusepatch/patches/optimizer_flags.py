@@ -47,6 +47,8 @@ CLASSES = {
 torch deletes the attributes of most)."""
 
 
+VARIABLES_OF_FLAGS = {flag: f"FUSEPATCH_OPTIMIZER_{flag.upper()}" for flag in ("fused", "foreach", "eps")}
+
 FUSED = frozenset({"Adam", "AdamW", "SGD", "Adagrad"})
 """Those that have a fused form."""
 
@@ -245,15 +247,15 @@ def _has_flags(kind: type[Any]) -> bool:
 
 def _tell_of_other(subject: str) -> None:
     request = _request()
-    asked = ["FUSEPATCH_OPTIMIZER_FUSED=1"] if request.fused is True else []
-    asked += ["FUSEPATCH_OPTIMIZER_FOREACH=1"] if request.foreach else []
-    asked += [f"FUSEPATCH_OPTIMIZER_EPS={request.eps:g}"] if request.eps is not None else []
+    asked = ["fused"] if request.fused is True else []
+    asked += ["foreach"] if request.foreach else []
+    asked += ["eps"] if request.eps is not None else []
     if asked:
         ledger.refused(
             ID,
-            f"{subject}: {', '.join(asked)} was not followed: the class is not one of torch's with fused or foreach, "
-            "so it is constructed as the framework wrote it; set what the class has through the framework's "
-            "configuration",
+            f"{subject}: {', '.join(map(request.said, asked))} was not followed: the class is not one of torch's with "
+            "fused or foreach, so it is constructed as the framework wrote it; set what the class has through the "
+            "framework's configuration",
         )
     elif request.fused is None:
         ledger.fallback(ID, f"{subject}: not fused: the class is not one of torch's with fused or foreach")
@@ -264,7 +266,7 @@ def _request() -> Request:
 
     current = settings.current()
     fused = None if current.optimizer_fused == "auto" else current.optimizer_fused
-    return Request(fused, current.optimizer_foreach, current.optimizer_eps)
+    return Request(fused, current.optimizer_foreach, current.optimizer_eps, VARIABLES_OF_FLAGS)
 
 
 def _decide_all(optimizer: Any, managed: _Managed, call: _Call) -> list[tuple[Decision, Mapping[str, Any]]]:

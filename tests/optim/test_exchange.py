@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 
 from fusepatch.errors import OptimizerClassError  # noqa: E402
 from fusepatch.optim import exchange, refusals  # noqa: E402
-from fusepatch.optim.exchange import Given  # noqa: E402
+from fusepatch.optim.exchange import Given, Target  # noqa: E402
 
 NAME = "optimizers_of_a_user"
 
@@ -136,7 +136,8 @@ def params(*shapes: tuple[int, ...]) -> list[Any]:
 
 
 def plan(kind: Any, given: dict[str, Given], asked: dict[str, Any] | None = None, groups: Any = ()) -> exchange.Plan:
-    return exchange.plan(f"{NAME}.{kind.__name__}", exchange.accepts(kind), given, asked or {}, groups, "verl.worker")
+    target = Target(f"{NAME}.{kind.__name__}", "CLASS", "KWARGS")
+    return exchange.plan(target, exchange.accepts(kind), given, asked or {}, groups, "verl.worker")
 
 
 RATE = {"lr": Given(0.5, "framework")}
@@ -149,7 +150,7 @@ TRAINER = {**ADAMW, "eps": Given(1e-8, "default"), "fused": Given(True, "default
     [("torch.optim.SGD", torch.optim.SGD), ("torch.optim.adamw.AdamW", torch.optim.AdamW), (f"{NAME}.Plain", Plain)],
 )
 def test_the_class_at_a_path(path: str, kind: Any) -> None:
-    assert exchange.resolve(path) is kind
+    assert exchange.resolve(Target(path)) is kind
 
 
 @pytest.mark.parametrize(
@@ -167,7 +168,7 @@ def test_the_class_at_a_path(path: str, kind: Any) -> None:
 )
 def test_no_class_at_a_path(path: str, found: str, action: str) -> None:
     with pytest.raises(OptimizerClassError) as raised:
-        exchange.resolve(path)
+        exchange.resolve(Target(path))
     assert found in str(raised.value)
     assert action in str(raised.value)
 
@@ -177,9 +178,9 @@ def test_a_module_that_fails_at_its_import(tmp_path: Any, monkeypatch: pytest.Mo
     (tmp_path / "needs_more.py").write_text("import not_installed_here.deeper")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(OptimizerClassError, match=r"importing breaks_here raised OSError: libsomething\.so is missing"):
-        exchange.resolve("breaks_here.Own")
+        exchange.resolve(Target("breaks_here.Own"))
     with pytest.raises(OptimizerClassError, match="needs the module not_installed_here, which is not installed"):
-        exchange.resolve("needs_more.Own")
+        exchange.resolve(Target("needs_more.Own"))
 
 
 def test_what_a_constructor_takes() -> None:
@@ -210,7 +211,7 @@ def test_what_the_user_wrote_for_one_argument_carries_over_and_stands() -> None:
     assert plan(torch.optim.NAdam, given).kwargs == {"lr": 0.5, "eps": 1e-5}
     planned = plan(torch.optim.NAdam, given, {"eps": 1e-6, "lr": 0.25})
     assert planned.kwargs == {"lr": 0.25, "eps": 1e-5}
-    assert "lr: 0.5 from verl.worker -> 0.25 (FUSEPATCH_OPTIMIZER_KWARGS)" in planned.notes[0].text
+    assert "lr: 0.5 from verl.worker -> 0.25 (KWARGS)" in planned.notes[0].text
     assert "eps=1e-05 from verl.worker kept (it beats 1e-06" in planned.notes[1].text
 
 
@@ -285,7 +286,7 @@ def test_json_lists_become_the_tuples_that_the_class_has() -> None:
         (Plain, {"sharpp": True}, r"Plain accepts lr, decays, sharp\."),
         (Plain, {"params": []}, "names 'params', the first argument"),
         (Forwarding, {"momentum": 1}, "names 'momentum'"),
-        (Needy, {}, r"needs 'rank', which no framework passes.*give it in FUSEPATCH_OPTIMIZER_KWARGS"),
+        (Needy, {}, r"needs 'rank', which no framework passes.*give it in KWARGS"),
         (Wrapper, {}, "the first argument of its constructor is 'optimizer'"),
     ],
 )
@@ -300,7 +301,9 @@ def test_an_argument_that_the_class_needs_may_be_given() -> None:
 
 def exchanged(kind: Any, kwargs: dict[str, Any], parameters: Any = None) -> Any:
     optimizer = torch.optim.AdamW.__new__(torch.optim.AdamW)
-    exchange.become(optimizer, f"{NAME}.{kind.__name__}", kind, exchange.accepts(kind), parameters or params(), kwargs)
+    exchange.become(
+        optimizer, Target(f"{NAME}.{kind.__name__}"), kind, exchange.accepts(kind), parameters or params(), kwargs
+    )
     return optimizer
 
 

@@ -54,9 +54,9 @@ def a_model_with_matrices_of_4096_elements(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def kind_at(path: str) -> Any:
-    from fusepatch.optim.exchange import resolve
+    from fusepatch.optim.exchange import Target, resolve
 
-    return resolve(path)
+    return resolve(Target(path))
 
 
 def has_eight_bits(optimizer: Any) -> bool:

@@ -678,3 +678,17 @@ def test_checkpointing_that_cannot_be_watched_is_refused(tmp_path: Path, monkeyp
             built.train()
         assert torch.equal(trainers.weights(built), before)
         trained(short("Trainer", tmp_path))
+
+
+def test_what_only_the_patch_knows_of_is_judged_too() -> None:
+    from transformers.optimization import Adafactor
+
+    from fusepatch.optim.in_backward import obstacles
+    from fusepatch.patches.optimizer_in_backward.attachment import CALLER
+
+    model = torch.nn.Linear(2, 2)
+    optimizer = Adafactor(model.parameters())
+    assert obstacles(optimizer, model, CALLER) == []
+    assert "Adafactor.step" in str(obstacles(optimizer, model)[0])
+    engine = type("DeepSpeedEngine", (torch.nn.Module,), {"__module__": "deepspeed.runtime.engine"})
+    assert "every ZeRO stage" in str(obstacles(optimizer, engine(), CALLER)[0])

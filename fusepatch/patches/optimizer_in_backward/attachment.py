@@ -9,9 +9,24 @@ from typing import Any
 from fusepatch.engine import ledger
 from fusepatch.engine.patch import Outcome
 from fusepatch.optim import in_backward
-from fusepatch.optim.in_backward import InBackward, Obstacle
+from fusepatch.optim.in_backward import Caller, InBackward, Obstacle
 
 ID = "optimizer.in_backward"
+
+CALLER = Caller(
+    asked="FUSEPATCH_OPTIMIZER_IN_BACKWARD=1",
+    undo="unset FUSEPATCH_OPTIMIZER_IN_BACKWARD",
+    without_reentrant='gradient_checkpointing_kwargs={"use_reentrant": False}',
+    optimizer_class="FUSEPATCH_OPTIMIZER_CLASS=",
+    steps={"transformers": frozenset({"Adafactor"})},
+    wrappers={
+        "deepspeed.runtime.engine.DeepSpeedEngine": (
+            "the model is in a DeepSpeed engine",
+            "every ZeRO stage manages the gradients itself and steps its own optimizer",
+            "shard with FSDP2, or train in one process without DeepSpeed",
+        )
+    },
+)
 
 CHECKPOINTING = "torch.utils.checkpoint"
 """The module whose recomputation is watched (`checkpointing.py`)."""
@@ -33,10 +48,13 @@ def attach(
     Raises:
         InBackwardError: something is in the way; nothing was hooked.
     """
-    in_backward.refuse(where, [*settings, *in_backward.obstacles(optimizer, model), *_of_checkpointing(model)], begun)
+    found = [*settings, *in_backward.obstacles(optimizer, model, CALLER), *_of_checkpointing(model)]
+    in_backward.refuse(where, found, CALLER, begun)
     tied = in_backward.reached_by_several_names(model) if _checkpoints_reentrantly(model) else []
     names = {parameter: name for name, parameter in model.named_parameters()}
-    attached = InBackward(optimizer, names, leave=tied, armed=armed, on_skipped=on_skipped, stepped=stepped)
+    attached = InBackward(
+        optimizer, names, leave=tied, armed=armed, on_skipped=on_skipped, stepped=stepped, caller=CALLER
+    )
     if tied:
         ledger.fallback(
             ID,

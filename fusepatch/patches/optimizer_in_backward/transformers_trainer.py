@@ -20,7 +20,7 @@ from fusepatch.engine.patch import Proceed
 from fusepatch.optim import in_backward
 from fusepatch.optim.in_backward import InBackward, Obstacle
 from fusepatch.patches.optimizer_in_backward import attachment
-from fusepatch.patches.optimizer_in_backward.attachment import ID
+from fusepatch.patches.optimizer_in_backward.attachment import CALLER, ID
 
 
 def inner_training_loop(proceed: Proceed, trainer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -28,7 +28,7 @@ def inner_training_loop(proceed: Proceed, trainer: Any, *args: Any, **kwargs: An
     if not settings.current().optimizer_in_backward:
         return proceed(trainer, *args, **kwargs)
     ledger.count_call(ID)
-    in_backward.refuse(_named(trainer), _of_settings(trainer))  # before a large model is sharded and loaded
+    in_backward.refuse(_named(trainer), _of_settings(trainer), CALLER)  # before a large model is sharded and loaded
     callback = _callback_class()(trainer)
     trainer.add_callback(callback)
     try:
@@ -166,7 +166,7 @@ def _callback_class() -> Any:
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             # Callbacks may change the arguments and exchange the optimizer between two steps.
             found = [*_of_settings(self.trainer), *_of_wrappers(self.trainer.optimizer)]
-            in_backward.refuse(_named(self.trainer), found, begun=True)
+            in_backward.refuse(_named(self.trainer), found, CALLER, begun=True)
             if self.attached is not None and self.attached.optimizer is not _unwrapped(self.trainer.optimizer):
                 self.attached.remove()
                 self.attached = attach(self.trainer, begun=True)

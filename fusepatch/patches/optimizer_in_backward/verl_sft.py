@@ -27,7 +27,7 @@ from fusepatch.engine.patch import Proceed
 from fusepatch.optim import in_backward
 from fusepatch.optim.in_backward import InBackward, Obstacle
 from fusepatch.patches.optimizer_in_backward import attachment
-from fusepatch.patches.optimizer_in_backward.attachment import ID
+from fusepatch.patches.optimizer_in_backward.attachment import CALLER, ID
 
 SCRIPT = "verl.trainer.fsdp_sft_trainer"
 ENGINE = "verl.workers.engine.fsdp.FSDPEngine"
@@ -41,7 +41,7 @@ def initialize(proceed: Proceed, engine: Any, *args: Any, **kwargs: Any) -> Any:
     if not settings.current().optimizer_in_backward or engine.engine_config.forward_only:
         return proceed(engine, *args, **kwargs)
     ledger.count_call(ID)
-    in_backward.refuse(ENGINE, _of_engine(engine))  # before the model is loaded
+    in_backward.refuse(ENGINE, _of_engine(engine), CALLER)  # before the model is loaded
     result = proceed(engine, *args, **kwargs)
     _attached[engine] = attachment.attach(
         ENGINE,
@@ -88,7 +88,7 @@ def prepare_micro_batches(proceed: Proceed, data: Any, *args: Any, **kwargs: Any
     from verl.utils import tensordict_utils
 
     if not tensordict_utils.get_non_tensor_data(data=data, key="use_dynamic_bsz", default=True):
-        in_backward.refuse(ENGINE, [_accumulation(number, len(data))])
+        in_backward.refuse(ENGINE, [_accumulation(number, len(data))], CALLER)
     attached.armed = False
     ledger.fallback(ID, f"{ENGINE}: batches of several micro-batches took the ordinary step")
     ledger.warn_once(
