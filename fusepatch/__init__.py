@@ -1,7 +1,7 @@
 """fusepatch: version-gated patches for the post-training stack that is already installed.
 
-Importing this package activates it, unless `FUSEPATCH=0` is in the environment or the process is fusepatch's own command
-line, which looks before it activates anything. It imports neither torch nor any upstream.
+Importing this package activates it, unless `FUSEPATCH=0` is in the environment or the process is fusepatch's own
+command line, which looks before it activates anything. It imports neither torch nor any upstream.
 """
 
 from __future__ import annotations

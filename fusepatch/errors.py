@@ -28,7 +28,8 @@ class StrictError(FusepatchError, RuntimeError):
 
 
 class OptimizerClassError(FusepatchError, RuntimeError):
-    """The class that `FUSEPATCH_OPTIMIZER_CLASS` names cannot be imported, takes other arguments, or cannot serve the parameters."""
+    """The class that `FUSEPATCH_OPTIMIZER_CLASS` names cannot be imported, takes other arguments, or cannot serve the
+    parameters."""
 
 
 class UnknownPatchError(FusepatchError, KeyError):

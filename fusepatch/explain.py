@@ -13,7 +13,8 @@ from fusepatch.patches import PATCHES, is_requested
 
 
 def page(patch: Patch, record: PatchRecord, read: settings.Settings, where: str) -> str:
-    """A page of text about one patch: why it is there, what it changes, how to switch it, and what became of it `where`."""
+    """A page of text about one patch: why it is there, what it changes, how to switch it, and what became of it
+    `where`."""
     lines = [f"{patch.id}: {patch.promise}", "", f"Why: {patch.why}", "", "What it changes:"]
     lines += [f"  - {change}" for change in patch.changes]
     lines += ["", "Known limits:", *(f"  - {limit}" for limit in patch.limits)]

@@ -86,7 +86,7 @@ def _positive(text: str) -> float:
 def _mebibytes(text: str) -> float:
     value = _positive(text)
     if value > 1 << 40:
-        raise ValueError("that is more than any memory")
+        raise ValueError("that is more memory than any machine has")
     return value
 
 
@@ -101,7 +101,7 @@ def _class_path(text: str) -> str | None:
         return None
     parts = text.split(".")
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
-        raise ValueError("no dotted path of a class in a module")
+        raise ValueError("not the dotted path of a class")
     return text
 
 
@@ -183,8 +183,8 @@ TABLE: tuple[Variable, ...] = (
         field="switch",
         values="`0`, `1`",
         default="unset: the import activates this process",
-        meaning="`0` makes the import inert (an explicit `activate()` still works). `1`, which an active process exports, "
-        "switches child processes on.",
+        meaning="`0` makes the import inert (an explicit `activate()` still works). `1`, which an active process "
+        "exports, switches child processes on.",
         parse=_switch,
     ),
     Variable(
@@ -192,8 +192,8 @@ TABLE: tuple[Variable, ...] = (
         field="strict",
         values="`0`, `1`",
         default="`0`",
-        meaning="`1` turns a request that one call cannot take into an error, and raises at the first use of a target "
-        "that could not be patched.",
+        meaning="`1` raises an error where something you asked for cannot be done in a call, and at the first use of a "
+        "target that could not be patched.",
         parse=_switch,
     ),
     Variable(
@@ -209,9 +209,9 @@ TABLE: tuple[Variable, ...] = (
         field="report",
         values="a directory",
         default="none",
-        meaning="Every process keeps a JSON file there that says which patches are applied in it and what they did; "
-        "`status --report` and `check --report` read them. Made if it is missing. A relative path counts from where the "
-        "first process was started.",
+        meaning="Every process writes a JSON file to this directory that says which patches are applied in it and what "
+        "they did. `status --report` and `check --report` read these files. The directory is created if it is missing. "
+        "A relative path counts from where the first process was started.",
         parse=_directory,
     ),
     Variable(
@@ -219,9 +219,10 @@ TABLE: tuple[Variable, ...] = (
         field="liger_flags",
         values="`0`, `1`",
         default="automatic",
-        meaning="One kernel of Liger, by the name that its `apply_liger_kernel_to_<model>` functions give it, in either case: ROPE, "
-        "RMS_NORM, LAYER_NORM, SWIGLU, GEGLU, RELU_SQUARED, CROSS_ENTROPY, FUSED_LINEAR_CROSS_ENTROPY, or any other that "
-        "the installed Liger has. Checked at the call. CROSS_ENTROPY=1 implies FUSED_LINEAR_CROSS_ENTROPY=0.",
+        meaning="Switches one of Liger's kernels, by its argument's name in the `apply_liger_kernel_to_<model>` "
+        "functions, in upper or lower case: ROPE, RMS_NORM, LAYER_NORM, SWIGLU, GEGLU, RELU_SQUARED, CROSS_ENTROPY, "
+        "FUSED_LINEAR_CROSS_ENTROPY, or any other that the installed Liger has. The name is checked when Liger is "
+        "called. CROSS_ENTROPY=1 implies FUSED_LINEAR_CROSS_ENTROPY=0.",
         parse=_switch,
     ),
     Variable(
@@ -229,10 +230,10 @@ TABLE: tuple[Variable, ...] = (
         field="optimizer_fused",
         values="`auto`, `0`, `1`, `keep`",
         default="`auto`",
-        meaning="`fused` of the optimizers that frameworks construct. `auto` sets it where nobody said otherwise and class, "
-        "device, dtype and mesh allow it. `1` sets it wherever it can run, over what a framework hard-codes; where it cannot "
-        "run, one warning says why. `0` takes a framework's `fused=True` away, which leaves torch's own default (multi-tensor "
-        "on accelerators). `keep` leaves the argument alone.",
+        meaning="The `fused` argument of optimizers that frameworks construct. `auto` sets it where neither you nor "
+        "the framework did, and class, device, dtype and mesh allow it. `1` sets it wherever it can run and replaces a "
+        "framework's own value; where it cannot run, one warning says why. `0` removes a framework's `fused=True`, so "
+        "that torch's default applies (multi-tensor on accelerators). `keep` leaves the argument alone.",
         parse=_auto_switch,
     ),
     Variable(
@@ -240,8 +241,8 @@ TABLE: tuple[Variable, ...] = (
         field="optimizer_foreach",
         values="`0`, `1`, `keep`",
         default="`keep`",
-        meaning="`foreach`, the multi-tensor form, of the same optimizers. `1` excludes `fused`, so a framework's or the "
-        "automatic `fused=True` gives way to it; `0` only forbids the multi-tensor form.",
+        meaning="The `foreach` argument (the multi-tensor form) of the same optimizers. `1` excludes `fused`, so it "
+        "removes a framework's or the automatic `fused=True`. `0` only rules out the multi-tensor form.",
         parse=_kept_switch,
     ),
     Variable(
@@ -249,7 +250,7 @@ TABLE: tuple[Variable, ...] = (
         field="optimizer_eps",
         values="a finite number > 0",
         default="unset: as the framework passes it",
-        meaning="`eps` of the same optimizers, in every param group, over a framework's default.",
+        meaning="The `eps` of the same optimizers, in every param group. It replaces a framework's default.",
         parse=_positive,
     ),
     Variable(
@@ -257,8 +258,8 @@ TABLE: tuple[Variable, ...] = (
         field="optimizer_scope",
         values="`frameworks`, `all`",
         default="`frameworks`",
-        meaning="Whose optimizers the `FUSEPATCH_OPTIMIZER_*` variables and the automatic rule reach: those that a framework "
-        "constructs, or user code's own too (what that code passes still stands).",
+        meaning="Which optimizers the `FUSEPATCH_OPTIMIZER_*` variables and the automatic rule apply to: those that a "
+        "framework constructs, or also those of your own code (the arguments that it passes are kept).",
         parse=_scope,
     ),
     Variable(
@@ -266,10 +267,10 @@ TABLE: tuple[Variable, ...] = (
         field="optimizer_class",
         values="a dotted path such as `torchao.optim.AdamW8bit`, `keep`",
         default="`keep`",
-        meaning="The class of the optimizers that frameworks would construct as `torch.optim.AdamW`: a subclass of "
-        "`torch.optim.Optimizer`, imported when the first of them is constructed. The framework's learning rate, betas, weight "
-        "decay and param groups carry over where the class takes them. A class that cannot be had, or that cannot serve the "
-        "parameters, is an error at that call.",
+        meaning="The class to use where a framework constructs `torch.optim.AdamW`: a subclass of "
+        "`torch.optim.Optimizer`, imported when the first of them is constructed. The framework's learning rate, "
+        "betas, weight decay and param groups are passed on where the class accepts them. A class that cannot be "
+        "imported, or that cannot train the parameters, is an error at that call.",
         parse=_class_path,
     ),
     Variable(
@@ -277,8 +278,8 @@ TABLE: tuple[Variable, ...] = (
         field="optimizer_kwargs",
         values='a JSON object such as `{"bf16_stochastic_round": true}`',
         default="none",
-        meaning="Arguments of the class that `FUSEPATCH_OPTIMIZER_CLASS` names, by name, over what the framework passes. They are "
-        "checked against the class's signature before it is constructed.",
+        meaning="Arguments for the class that `FUSEPATCH_OPTIMIZER_CLASS` names. They replace what the framework "
+        "passes, and are checked against the class's signature before the optimizer is constructed.",
         parse=_json_object,
     ),
     Variable(
@@ -286,9 +287,10 @@ TABLE: tuple[Variable, ...] = (
         field="optimizer_in_backward",
         values="`0`, `1`",
         default="`0`",
-        meaning="`1` runs the optimizer inside backward in the transformers Trainer, the trainers derived from it, and verl's SFT: "
-        "each gradient is used and freed as soon as it is complete. What cannot be combined with it (gradient accumulation, "
-        "gradient clipping, fp16, DDP, FSDP1, DeepSpeed, offload) is refused before training, with the setting to change.",
+        meaning="`1` runs the optimizer inside backward in the transformers Trainer, the trainers derived from it, and "
+        "verl's SFT: each gradient is used and freed as soon as it is complete. Settings that do not work with it "
+        "(gradient accumulation, gradient clipping, fp16, DDP, FSDP1, DeepSpeed, offload) raise an error before "
+        "training starts, which names the setting to change.",
         parse=_switch,
     ),
     Variable(
@@ -296,9 +298,9 @@ TABLE: tuple[Variable, ...] = (
         field="head",
         values="`auto`, `triton`, `torch`, `keep`",
         default="`auto`",
-        meaning="How Liger's GRPO loss is computed. `auto`: Triton kernels on NVIDIA GPUs, the torch form of the same steps on "
-        "the CPU. `triton`: the same, and an error at the call where they cannot run. `torch`: the torch form everywhere. "
-        "`keep`: upstream's own code.",
+        meaning="How Liger's GRPO loss is computed. `auto`: Triton kernels on NVIDIA GPUs, the torch form of the same "
+        "steps on the CPU. `triton`: the same, and an error at the call where they cannot run. `torch`: the torch form "
+        "everywhere. `keep`: upstream's own code.",
         parse=_loss,
     ),
     Variable(
@@ -306,8 +308,8 @@ TABLE: tuple[Variable, ...] = (
         field="head_prefer",
         values="`speed`, `memory`",
         default="`speed`",
-        meaning="`memory` makes the gradient of a trainable head in that gradient's own memory, without a float32 sum of the "
-        "head's size, at the price of about half of one more matrix product. It changes nothing for a frozen head.",
+        meaning="`memory` computes the gradient of a trainable head in that gradient's own memory, without a float32 "
+        "sum of the head's size. It costs about half of one more matrix product. A frozen head is not affected.",
         parse=_preference,
     ),
     Variable(
@@ -315,15 +317,16 @@ TABLE: tuple[Variable, ...] = (
         field="head_chunk_mib",
         values="a finite number > 0",
         default="`256`",
-        meaning="MiB for the logits of one chunk of tokens; the chunk is the largest multiple of 128 tokens within it, and at "
-        "least 128.",
+        meaning="MiB for the logits of one chunk of tokens. A chunk is the largest multiple of 128 tokens that fits, "
+        "and at least 128 tokens.",
         parse=_mebibytes,
     ),
 )
 
 
 _SOUGHT_AS = {f"{SWITCH}_GRPO_LOSS": f"{SWITCH}_HEAD"}
-"""Names that no variable has, with the one that whoever writes them looks for; by spelling alone another one is nearer."""
+"""Names that no variable has, with the one that whoever writes them looks for; by spelling alone another one is
+nearer."""
 
 _current = Settings()
 
@@ -362,8 +365,8 @@ def read(environ: Mapping[str, str]) -> Settings:
             other = spelled.setdefault((variable.name, member), name)
             if value != values[variable.field].setdefault(member, value):
                 raise SettingError(
-                    f"{other}={_cut(values['set_by_user'][other])} and {name}={_cut(text)} contradict each other: upper and "
-                    f"lower case name the same flag. Nothing was patched; unset one of them."
+                    f"{other}={_cut(values['set_by_user'][other])} and {name}={_cut(text)} contradict each other: "
+                    "upper and lower case name the same flag. Nothing was patched; unset one of them."
                 )
         else:
             values[variable.field] = value
@@ -401,7 +404,7 @@ def unknown_name(name: str) -> str:
     hint = (
         f"the nearest known one is {known[nearest[0]]}" if nearest else "`python -m fusepatch env` lists the known ones"
     )
-    return f"the variable {_printable(name)} is set but means nothing to fusepatch, so it changes nothing; {hint}"
+    return f"the variable {_printable(name)} is set but fusepatch has no such variable, so it has no effect; {hint}"
 
 
 def _parse(variable: Variable, name: str, text: str) -> Any:
@@ -410,8 +413,8 @@ def _parse(variable: Variable, name: str, text: str) -> Any:
     except ValueError as error:
         detail = f" ({error})" if str(error) else ""
         raise SettingError(
-            f"{_printable(name)}={_shown(text)} cannot be read{detail}: accepted is {variable.values.replace('`', '')}. "
-            f"Nothing was patched; correct the value or unset the variable."
+            f"{_printable(name)}={_shown(text)} cannot be read{detail}: wanted {variable.values.replace('`', '')}. "
+            "Nothing was patched; correct the value or unset the variable."
         ) from None
 
 
@@ -441,13 +444,13 @@ def _check(settings: Settings) -> None:
         )
     if settings.optimizer_fused is True and settings.optimizer_foreach:
         raise SettingError(
-            "FUSEPATCH_OPTIMIZER_FUSED=1 and FUSEPATCH_OPTIMIZER_FOREACH=1 contradict each other: an optimizer of torch runs "
-            "in one of the two forms. Nothing was patched; set one of them to 0 or unset it."
+            "FUSEPATCH_OPTIMIZER_FUSED=1 and FUSEPATCH_OPTIMIZER_FOREACH=1 contradict each other: torch's optimizers "
+            "run in one form or the other. Nothing was patched; set one of them to 0 or unset it."
         )
     if settings.optimizer_class is None and "FUSEPATCH_OPTIMIZER_KWARGS" in settings.set_by_user:
         raise SettingError(
-            "FUSEPATCH_OPTIMIZER_KWARGS is set and FUSEPATCH_OPTIMIZER_CLASS names no class: they are the arguments of that class. "
-            "Nothing was patched; set FUSEPATCH_OPTIMIZER_CLASS (torch.optim.AdamW for the frameworks' own) or unset "
+            "FUSEPATCH_OPTIMIZER_KWARGS is set, but FUSEPATCH_OPTIMIZER_CLASS names no class to pass them to. Nothing "
+            "was patched; set FUSEPATCH_OPTIMIZER_CLASS (torch.optim.AdamW for the frameworks' own class) or unset "
             "FUSEPATCH_OPTIMIZER_KWARGS."
         )
     for flag, asked in (
@@ -458,6 +461,6 @@ def _check(settings: Settings) -> None:
         if asked not in (None, "auto", "keep") and settings.optimizer_kwargs.get(flag, asked) != asked:
             variable = f"FUSEPATCH_OPTIMIZER_{flag.upper()}"
             raise SettingError(
-                f"{variable}={_cut(settings.set_by_user[variable])} and {flag!r} in FUSEPATCH_OPTIMIZER_KWARGS contradict each other. "
-                f"Nothing was patched; keep one of them."
+                f"{variable}={_cut(settings.set_by_user[variable])} and {flag!r} in FUSEPATCH_OPTIMIZER_KWARGS "
+                "contradict each other. Nothing was patched; keep one of them."
             )

@@ -1,4 +1,5 @@
-"""What the command line writes, and text for a terminal of any width. No state of stdout or stderr makes a traceback here."""
+"""What the command line writes, and text for a terminal of any width. No state of stdout or stderr makes a traceback
+here."""
 
 from __future__ import annotations
 
@@ -54,15 +55,16 @@ def prepare() -> None:
     """
     if sys.stdout is None:
         raise StdoutError(
-            "stdout is closed, so there is nowhere to write what was asked for. Nothing was done; for the exit status alone "
-            "use >/dev/null."
+            "stdout is closed, so there is nowhere to write what was asked for. Nothing was done; for the exit status "
+            "alone use >/dev/null."
         )
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def claim_stdout() -> None:
-    """Keep stdout for `show`: what anything else in this process writes there, from Python or from C, goes to stderr."""
+    """Keep stdout for `show`: what anything else in this process writes there, from Python or from C, goes to
+    stderr."""
     global _claimed
     sys.stdout.flush()
     number = sys.stdout.fileno()
@@ -86,8 +88,8 @@ def show(text: str) -> None:
         raise
     except OSError as error:
         raise StdoutError(
-            f"the output could not be written to stdout ({error}), so what you see of it is not all. Free space there, or send "
-            f"it elsewhere."
+            f"the output could not be written to stdout ({error}), so it is incomplete. Free space there, or send it "
+            "elsewhere."
         ) from None
 
 
@@ -205,7 +207,8 @@ def _fill(text: str, columns: int, initial_indent: str, subsequent_indent: str) 
 
 
 def _widths(headings: Sequence[str], rows: Sequence[Sequence[str]], columns: int) -> list[int]:
-    """Each column at its longest cell; the last one is left 40, for which the others fold at blanks and dots, the widest first."""
+    """Each column at its longest cell; the last one is left 40, for which the others fold at blanks and dots, the
+    widest first."""
     cells = list(zip(headings, *rows, strict=True))[:-1]
     widths = [max(map(len, column)) for column in cells]
     parts = [max(len(part) for cell in column for part in re.findall(r"[^ .]+\.?", cell)) for column in cells]

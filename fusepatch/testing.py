@@ -1,7 +1,8 @@
 """A pytest plugin that runs tests under the patches and says what the patches did: `pytest -p fusepatch.testing`.
 
-It never loads by itself. Importing it activates fusepatch, which `-p` does before conftest files and test modules are imported.
-`FUSEPATCH=0` leaves everything unpatched; the deselections hold all the same, so that both runs have the same tests.
+It never loads by itself. Importing it activates fusepatch, which `-p` does before conftest files and test modules are
+imported. `FUSEPATCH=0` leaves everything unpatched; the deselections hold all the same, so that both runs have the same
+tests.
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         FAIL_ON_FALLBACK,
         action="store_true",
-        help="fail a test during which a patch recorded a fallback, and the session where one was recorded outside of any test",
+        help="fail a test during which a patch recorded a fallback, and the session where one was recorded outside of "
+        "any test",
     )
     group.addoption(
         REQUIRE,
@@ -104,7 +106,8 @@ def pytest_configure(config: pytest.Config) -> None:
             raise pytest.UsageError(f"{REQUIRE}: {error}") from None
     if _INERT and required:
         raise pytest.UsageError(
-            f"FUSEPATCH=0 leaves every patch out, and {REQUIRE} asks for {', '.join(required)}: no test was run; unset one of the two"
+            f"FUSEPATCH=0 leaves every patch out, and {REQUIRE} asks for {', '.join(required)}: no test was run; unset "
+            "one of the two"
         )
     files = [config.invocation_params.dir / name for name in config.getoption(DESELECT)]
     session = Session(deselections=tuple(entry for file in files for entry in read_deselections(file)))
@@ -156,7 +159,7 @@ def pytest_runtest_makereport(
     report = yield
     new = _new_fallbacks(item.config.stash[SESSION])
     if new and item.config.getoption(FAIL_ON_FALLBACK):
-        text = "\n".join([*_fallback_lines(new), f"({FAIL_ON_FALLBACK} makes a failure of that)"])
+        text = "\n".join([*_fallback_lines(new), f"({FAIL_ON_FALLBACK} makes that a failure)"])
         if report.failed:
             report.sections.append(("fusepatch", text))
         else:
@@ -218,7 +221,8 @@ def read_deselections(file: Path) -> tuple[Deselection, ...]:
     """The entries of a deselection file.
 
     Raises:
-        pytest.UsageError: the file cannot be read, or an entry lacks a key, has another one, or holds a condition that is none.
+        pytest.UsageError: the file cannot be read, or an entry lacks a key, has another one, or holds a condition that
+        is none.
     """
     try:
         data = tomllib.loads(file.read_text(encoding="utf-8"))
@@ -253,8 +257,8 @@ def _condition(text: str, where: str) -> Requirement | Marker:
         return Marker(text)
     except InvalidMarker:
         raise pytest.UsageError(
-            f"{where}: {text!r} is no condition; wanted a requirement such as 'transformers>=5' or 'torch<2.14; "
-            f'python_version < "3.12"\', or a marker such as \'python_version < "3.12"\''
+            f"{where}: {text!r} is not a condition; wanted a requirement such as 'transformers>=5' or 'torch<2.14; "
+            'python_version < "3.12"\', or a marker such as \'python_version < "3.12"\''
         ) from None
 
 
@@ -315,7 +319,7 @@ def _problems(config: pytest.Config, session: Session) -> Iterator[str]:
     targets = {target.patch for target in reader.loaded(report)}
     for name in required:
         if name in targets and not _calls(report, name):
-            yield f"{REQUIRE}: no call went through {name}, so the tests say nothing about it"
+            yield f"{REQUIRE}: no call went through {name}, so the tests prove nothing about it"
     if config.getoption(FAIL_ON_FALLBACK):
         for line in _fallback_lines(session.outside):
             yield f"{FAIL_ON_FALLBACK}: outside of any test, {line}"

@@ -1,4 +1,5 @@
-"""Keeps the caller's `FUSEPATCH_*` variables out of the test process, and leaves out what needs a GPU where there is none."""
+"""Keeps the caller's `FUSEPATCH_*` variables out of the test process, and leaves out what needs a GPU where there is
+none."""
 
 from __future__ import annotations
 

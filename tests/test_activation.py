@@ -113,7 +113,7 @@ def test_two_losses_at_once_contradict_each_other() -> None:
 def test_an_unknown_variable_is_one_warning_with_the_nearest_name() -> None:
     done = fresh("import fusepatch; fusepatch.activate()", env={"FUSEPATCH_STRIKT": "1"}, check=True)
     (line,) = done.stderr.splitlines()
-    assert line.startswith("fusepatch: the variable FUSEPATCH_STRIKT is set but means nothing to fusepatch")
+    assert line.startswith("fusepatch: the variable FUSEPATCH_STRIKT is set but fusepatch has no such variable")
     assert line.endswith("the nearest known one is FUSEPATCH_STRICT")
 
 
@@ -238,7 +238,8 @@ def test_a_subinterpreter_can_import_it() -> None:
     import _xxsubinterpreters as interpreters
     import fusepatch
     other = interpreters.create()
-    interpreters.run_string(other, "import fusepatch; fusepatch.activate(); print(fusepatch.status()[0].id, flush=True)")
+    activate = "import fusepatch; fusepatch.activate(); print(fusepatch.status()[0].id, flush=True)"
+    interpreters.run_string(other, activate)
     interpreters.destroy(other)
     fusepatch.activate()
     print(fusepatch.status()[0].id)

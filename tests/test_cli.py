@@ -320,7 +320,7 @@ def test_status_names_what_is_switched_off() -> None:
 def test_status_names_an_unknown_variable() -> None:
     done = command("status", "--json", env={"FUSEPATCH_STRCIT": "1"})
     assert records(done)[LIGER]["outcome"] == "PENDING"
-    assert "FUSEPATCH_STRCIT is set but means nothing" in joined(done.stderr)
+    assert "FUSEPATCH_STRCIT is set but fusepatch has no such variable" in joined(done.stderr)
     assert "the nearest known one is FUSEPATCH_STRICT" in joined(done.stderr)
 
 
@@ -584,11 +584,11 @@ def test_env_shows_unknown_names_and_values_that_cannot_be_read() -> None:
     text = joined(done.stdout)
     for shown in ("maybe CANNOT BE READ", "FUSEPATCH_LIGER_ROPE=off CANNOT BE READ", "yes CANNOT BE READ"):
         assert shown in text
-    assert "FUSEPATCH_STRCIT is set but means nothing to fusepatch" in text
+    assert "FUSEPATCH_STRCIT is set but fusepatch has no such variable" in text
     complaints = joined(done.stderr)
     assert "Traceback" not in complaints
     for name in ("FUSEPATCH", "FUSEPATCH_STRICT", "FUSEPATCH_LIGER_ROPE"):
-        assert f"fusepatch: {name}={env[name]!r} cannot be read: accepted is 0, 1." in complaints
+        assert f"fusepatch: {name}={env[name]!r} cannot be read: wanted 0, 1." in complaints
 
 
 def test_env_shows_a_contradiction() -> None:
@@ -685,7 +685,7 @@ def test_run_leaves_off_what_is_switched_off(program: Path) -> None:
     done = command("run", program, env={"FUSEPATCH": "0"})
     assert (done.returncode, done.stdout.splitlines()) == (41, ["__main__ [] True 0", "False"])
     assert joined(done.stderr) == (
-        "fusepatch: FUSEPATCH=0 is set, so the program runs unpatched; unset it to have the patches"
+        "fusepatch: FUSEPATCH=0 is set, so the program runs unpatched; unset it to use the patches"
     )
 
 

@@ -20,6 +20,12 @@ REPOSITORY = Path(__file__).parents[1]
 DOCS = REPOSITORY / "docs"
 COMMAND = [sys.executable, "-m", "docs.generate"]
 
+PROSE = [
+    *(REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "tests/README.md")),
+    *sorted(DOCS.rglob("*.md")),
+]
+TABLE_OR_IMAGE = re.compile(r"\||!\[[^]]*\]\(\S+\)$")
+
 
 @pytest.mark.parametrize("name", sorted(pages.PAGES))
 def test_a_generated_page_is_not_stale(name: str) -> None:
@@ -80,6 +86,15 @@ def test_the_page_of_variables_says_which_patches_read_each() -> None:
     scope = sections["FUSEPATCH_OPTIMIZER_SCOPE"]
     assert re.findall(r"\[`(.*?)`\]", scope) == ["optimizer.class", "optimizer.flags"]
     assert set(sections) == {variable.shown_name for variable in settings.TABLE}
+
+
+@pytest.mark.parametrize("page", PROSE, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_no_line_that_is_written_by_hand_exceeds_120_columns(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    if text.startswith("<!-- Generated"):
+        return
+    lines = enumerate(text.splitlines(), 1)
+    assert [number for number, line in lines if len(line) > 120 and not TABLE_OR_IMAGE.match(line)] == []
 
 
 @pytest.mark.parametrize(("page", "indent"), [("index.md", ""), ("distributed.md", "  ")])

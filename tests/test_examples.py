@@ -1,4 +1,5 @@
-"""The examples for TRL and the Trainer do what their headers say, run as the headers say; the others are in tests/upstream."""
+"""The examples for TRL and the Trainer do what their headers say, run as the headers say; the others are in
+tests/upstream."""
 
 from __future__ import annotations
 

@@ -77,7 +77,8 @@ def test_a_child_by_multiprocessing(method: str, tmp_path: Path) -> None:
 
         if __name__ == "__main__":
             import fusepatch
-            processes = [multiprocessing.get_context({method!r}).Process(target=work, name=f"rank {{n}}") for n in (0, 1)]
+            start = multiprocessing.get_context({method!r}).Process
+            processes = [start(target=work, name=f"rank {{n}}") for n in (0, 1)]
             [process.start() for process in processes]
             [process.join() for process in processes]
             raise SystemExit(max(process.exitcode for process in processes))
@@ -215,7 +216,8 @@ def test_run_carries_the_patches_through_a_launcher_that_starts_the_script_again
     launcher = """
 import os, subprocess, sys
 from importlib.util import find_spec
-subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py"], check=True)
+torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+subprocess.run([*torchrun, "train.py"], check=True)
 os.execv(sys.executable, [sys.executable, "-c", "import train"])
 """
     (tmp_path / "launcher.py").write_text(launcher)

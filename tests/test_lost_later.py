@@ -186,7 +186,10 @@ def test_a_training_loop_that_another_library_made_anew(strict: str, tmp_path: A
     pytest.importorskip("transformers.trainer", reason="the loop is the Trainer's")
     env = {"FUSEPATCH_OPTIMIZER_IN_BACKWARD": "1", "FUSEPATCH_STRICT": strict, "FUSEPATCH_DISABLE": "optimizer.flags"}
     (line,), held, outcome = forked(train_with_a_loop_of_their_own, str(tmp_path), env=env)
-    text = "optimizer.in_backward: FUSEPATCH_OPTIMIZER_IN_BACKWARD=1 was set, and is lost: other code replaced Trainer._inner_training_loop"
+    text = (
+        "optimizer.in_backward: FUSEPATCH_OPTIMIZER_IN_BACKWARD=1 was set, and is lost: other code replaced "
+        "Trainer._inner_training_loop"
+    )
     assert line.startswith(text if strict == "0" else f"StrictError: {text}")
     assert held == (2 if strict == "0" else 0), "under STRICT no step is taken"
     assert outcome == "SHADOWED"

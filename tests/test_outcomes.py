@@ -1,4 +1,4 @@
-"""What a patch with several places says of itself in processes that use one of them, and what several processes say together."""
+"""What a patch with several places says where a process uses one of them, and what several processes say together."""
 
 from __future__ import annotations
 

@@ -304,7 +304,8 @@ def a_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def a_worker_without(tmp_path: Path) -> Path:
-    """The report of one process in which the Liger that it loads has drifted from the shape that a patch is written for."""
+    """The report of one process in which the Liger that it loads has drifted from the shape that a patch is written
+    for."""
     package = tmp_path / "shadow" / "liger_kernel" / "transformers"
     package.mkdir(parents=True)
     (package.parent / "__init__.py").touch()
@@ -458,11 +459,11 @@ def test_files_that_are_no_report_are_named_in_a_line_each_and_do_not_count(
     for name, words in {
         "later": "written by fusepatch 9.9 in format 99; this one reads 1",
         "fields": "incomplete: host is missing",
-        "nested": "none of fusepatch's: nested too deeply",
-        "nan": "torn, or none of fusepatch's: no JSON (NaN is no number in JSON)",
-        "infinite": "torn, or none of fusepatch's: no JSON (1e999 is too large a number)",
+        "nested": "not a report of fusepatch: nested too deeply",
+        "nan": "incomplete, or not a report of fusepatch: not JSON (NaN is not a number in JSON)",
+        "infinite": "incomplete, or not a report of fusepatch: not JSON (1e999 is too large a number)",
         "large": "pid is too large; wanted a count, a rank or a process id",
-        "huge": "none of fusepatch's: larger than 8 MiB",
+        "huge": "not a report of fusepatch: larger than 8 MiB",
         "fifo": "a FIFO, which is not opened",
         "folder": "a directory, which is not opened",
         "socket": "a socket, which is not opened",

@@ -44,7 +44,7 @@ def refusal(**environ: str) -> str:
 def test_what_is_not_a_json_object_of_ordinary_values_is_refused(text: str, why: str) -> None:
     message = refusal(FUSEPATCH_OPTIMIZER_CLASS="torch.optim.AdamW", **{KWARGS: text})
     assert message.startswith(f"{KWARGS}=")
-    assert f"cannot be read ({why}): accepted is a JSON object" in message
+    assert f"cannot be read ({why}): wanted a JSON object" in message
     assert "correct the value or unset the variable" in message
     assert len(message) < 1000, "a message shows a long value's beginning"
     message.encode()
@@ -63,12 +63,12 @@ def test_an_ordinary_object_is_read() -> None:
 @pytest.mark.parametrize("name", ["FUSEPATCH_OPTIMIZER_EPS", "FUSEPATCH_HEAD_CHUNK_MIB"])
 def test_a_number_is_finite_positive_and_written_in_ascii(name: str, text: str) -> None:
     message = refusal(**{name: text})
-    assert f"{name}={text!r} cannot be read: accepted is a finite number > 0" in message
+    assert f"{name}={text!r} cannot be read: wanted a finite number > 0" in message
     message.encode()
 
 
 def test_a_chunk_has_a_size_that_can_be_counted() -> None:
-    assert "more than any memory" in refusal(FUSEPATCH_HEAD_CHUNK_MIB="1e308")
+    assert "more memory than any machine has" in refusal(FUSEPATCH_HEAD_CHUNK_MIB="1e308")
     assert settings.read({"FUSEPATCH_HEAD_CHUNK_MIB": "0.5"}).head_chunk_mib == 0.5
 
 
@@ -76,7 +76,7 @@ def test_a_chunk_has_a_size_that_can_be_counted() -> None:
     "name", ["FUSEPATCH", "FUSEPATCH_STRICT", "FUSEPATCH_LIGER_ROPE", "FUSEPATCH_OPTIMIZER_IN_BACKWARD"]
 )
 def test_a_switch_takes_no_other_scripts_digit(name: str) -> None:
-    assert f"{name}={DIGITS!r} cannot be read: accepted is 0, 1" in refusal(**{name: DIGITS})
+    assert f"{name}={DIGITS!r} cannot be read: wanted 0, 1" in refusal(**{name: DIGITS})
 
 
 TAKES_ANY_TEXT = ("FUSEPATCH_DISABLE", "FUSEPATCH_REPORT")
@@ -109,7 +109,7 @@ def test_a_familys_prefix_alone_names_nothing() -> None:
     assert read.liger_flags == {}
     assert "the nearest known one is FUSEPATCH_LIGER_<FLAG>" in settings.unknown_name("FUSEPATCH_LIGER_")
     done = fresh("import fusepatch", env={"FUSEPATCH_LIGER_": "1"}, check=True)
-    assert "the variable FUSEPATCH_LIGER_ is set but means nothing" in done.stderr
+    assert "the variable FUSEPATCH_LIGER_ is set but fusepatch has no such variable" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_the_nearest_known_name_is_the_one_that_was_looked_for(wrong: str, right
 
 def test_env_shows_a_familys_prefix_as_unknown() -> None:
     done = fresh("from fusepatch import cli; cli.main(['env'])", env={"FUSEPATCH_LIGER_": "1"})
-    assert "the variable FUSEPATCH_LIGER_ is set but means nothing" in " ".join(done.stdout.split())
+    assert "the variable FUSEPATCH_LIGER_ is set but fusepatch has no such variable" in " ".join(done.stdout.split())
     assert "FUSEPATCH_LIGER_=1" not in done.stdout
 
 

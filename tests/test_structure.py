@@ -1,4 +1,5 @@
-"""What a module may import, read from the sources; that patches declare what they read; that what is public is exported."""
+"""What a module may import, read from the sources; that patches declare what they read; that what is public is
+exported."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ import pytest
 import fusepatch
 from fusepatch import errors, settings
 from fusepatch.patches import PATCHES
+from fusepatch.patches.frameworks import FRAMEWORKS
 
 CHECKOUT = Path(__file__).parent.parent
 PACKAGE = CHECKOUT / "fusepatch"
@@ -47,6 +49,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "fusepatch.__main__": {"fusepatch.cli"},
 }
 """A room, which is a folder or a module at the top level, to the rooms that it may import beside itself."""
+
+
+def upstreams_but(*names: str) -> set[str]:
+    return {site.upstream.import_name for patch in PATCHES for site in patch.sites} - {*names}
 
 
 def name_of(path: Path) -> str:
@@ -92,6 +98,16 @@ def test_the_arrows_have_none_that_points_back() -> None:
     for lower in ("engine", "loss", "optim", "settings"):
         assert order.index(f"fusepatch.{lower}") < order.index("fusepatch.patches")
     assert order.index("fusepatch.patches") < order.index("fusepatch.reporting") < order.index("fusepatch.activation")
+
+
+NAMES_OF_CALLERS = ["fusepatch_", "trainer", "accelerate", "deepspeed", *FRAMEWORKS, *upstreams_but("torch")]
+OF_CALLERS = re.compile(rf"(?<![a-z])(?:{'|'.join(NAMES_OF_CALLERS)})", re.IGNORECASE)
+
+
+@pytest.mark.parametrize("module", [name for name in SOURCES if room(name) == "fusepatch.optim"])
+def test_what_an_optimizer_can_do_names_no_variable_and_no_framework(module: str) -> None:
+    text = SOURCES[module].read_text(encoding="utf-8")
+    assert sorted({found.lower() for found in OF_CALLERS.findall(text)}) == []
 
 
 def settings_read(module: str, others: set[str]) -> set[str]:

@@ -258,7 +258,7 @@ def test_a_test_that_activates_anew_keeps_to_itself(tmp_path: Path) -> None:
     ("required", "env", "problem"),
     [
         ("optimizer.flags", SCOPE, None),
-        ("optimizer.flags", {}, "no call went through optimizer.flags, so the tests say nothing about it"),
+        ("optimizer.flags", {}, "no call went through optimizer.flags, so the tests prove nothing about it"),
         ("optimizer.flags, liger.grpo_loss", SCOPE, "liger.grpo_loss is not applied anywhere: of 1 process"),
         ("optimizer.flags", {"FUSEPATCH_DISABLE": "optimizer.flags"}, "optimizer.flags is DISABLED in "),
     ],
@@ -306,7 +306,7 @@ def test_usage_errors(tmp_path: Path, arguments: tuple[str, ...], env: Mapping[s
 def test_a_value_that_cannot_be_read_stops_pytest(tmp_path: Path) -> None:
     done = pytest_in(tmp_path, code="def test_it(): pass", env={"FUSEPATCH_STRICT": "yes"})
     assert done.returncode != 0
-    assert "SettingError: FUSEPATCH_STRICT='yes' cannot be read: accepted is 0, 1." in done.stderr
+    assert "SettingError: FUSEPATCH_STRICT='yes' cannot be read: wanted 0, 1." in done.stderr
     assert "passed" not in done.stdout
 
 
@@ -386,7 +386,7 @@ def test_deselections(tmp_path: Path, test: str, when: str, gone: list[str] | No
         ("[[deselect]]\ntest = 'x'\nwhen = 'pytest'\nreason = 'r'\nwho = 'me'\n", "found reason, test, when, who"),
         (
             "[[deselect]]\ntest = 'x'\nwhen = 'pytest>='\nreason = 'r'\n",
-            "'pytest>=' is no condition; wanted a requirement",
+            "'pytest>=' is not a condition; wanted a requirement",
         ),
         ("[[deselect]]\ntest = 'x'\nwhen = []\nreason = 'r'\n", "when must be a condition or a list of conditions"),
         ("[skip]\ntest = 'x'\n", "wanted [[deselect]] tables only, found skip"),

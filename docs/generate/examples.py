@@ -1,4 +1,5 @@
-"""For the pages of the patches: small programs, what they print without fusepatch, and what with it. A test runs them."""
+"""For the pages of the patches: small programs, what they print without fusepatch, and what with it. A test runs
+them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The pages of the documentation that are generated: `python -m docs.generate [FOLDER]` writes them (to `docs`).
 
-The variables come from `settings.TABLE`, the patches from their declarations, so that what is documented is what is run.
+The variables come from `settings.TABLE`, the patches from their declarations, so that what is documented is what is
+run.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ For each value, the first of these that says something decides:
 
 1. **your code**: `liger_kernel_config`, a call from a module that is no framework's, an optimizer that you build;
 2. **the environment**: the variables below;
-3. **the framework**: what its source hard-codes and nobody chose, such as verl's `swiglu=True` or the `fused=True` of the
-   transformers `Trainer`;
+3. **the framework**: what its source hard-codes and nobody chose, such as verl's `swiglu=True` or the `fused=True` of
+   the transformers `Trainer`;
 4. **the automatic rule** of the patch.
 
 A passed `None` counts as not passed. There is one exception: a framework's `fused_linear_cross_entropy=False` is never
@@ -42,8 +43,8 @@ raised, because its own forward depends on it. Every value that was replaced is 
 
 ## How values are read
 
-- A variable that is not set, or is empty, means the default; where that is `automatic`, the patch decides. `keep` leaves
-  upstream alone.
+- A variable that is not set, or is empty, means the default; where that is `automatic`, the patch decides. `keep`
+  leaves upstream alone.
 - The variables are read once, when fusepatch is activated. A value that cannot be read, and two values that contradict
   each other, raise `fusepatch.SettingError` at `import fusepatch`, and nothing is patched. In a child process that was
   switched on from outside, one line on stderr says so, and the program runs on unpatched.
@@ -125,8 +126,8 @@ def _about(patch: Patch) -> Iterator[str]:
     yield from (
         "## Where",
         "",
-        "A version outside *supported* is left alone. Inside it, the shape of the target decides whether the patch is applied: "
-        "it has to take the parameters in parentheses. A version that is not in *tested* is flagged "
+        "A version outside *supported* is left alone. Inside it, the shape of the target decides whether the patch is "
+        "applied: it has to take the parameters in parentheses. A version that is not in *tested* is flagged "
         "`untested`.",
         "",
     )
@@ -210,7 +211,8 @@ _IDENTIFIER = re.compile(
 
 
 def _code(text: str) -> str:
-    """A text of a declaration with its identifiers as code: elsewhere it is printed to terminals, where none is marked."""
+    """A text of a declaration with its identifiers as code: elsewhere it is printed to terminals, where none is
+    marked."""
     return _IDENTIFIER.sub(_as_code, text)
 
 

@@ -1,8 +1,8 @@
 """The figures of the benchmark pages: `python -m docs.generate.plots` draws them from `data/benchmarks.json`.
 
-The data are cells of the page's tables, by heading; a test compares them. `python -m docs.generate.plots --check` says which of the
-committed figures are stale, and exits with 1 if one is; `tox -e docs` does that with the matplotlib that drew them.
-Another release of it may write other bytes.
+The data are cells of the page's tables, by heading; a test compares them. `python -m docs.generate.plots --check` says
+which of the committed figures are stale, and exits with 1 if one is; `tox -e docs` does that with the matplotlib that
+drew them. Another release of it may write other bytes.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from fusepatch import settings
 from fusepatch.errors import FusepatchError
 
 
@@ -31,7 +32,7 @@ def names(known: Sequence[str] | dict[str, Any]) -> Callable[[str], tuple[str, .
     """A comma-separated list of some of the `known` names."""
 
     def read(text: str) -> tuple[str, ...]:
-        found = tuple(name.strip() for name in text.split(",") if name.strip())
+        found = settings.names(text)
         unknown = [name for name in found if name not in known]
         if unknown or not found:
             raise argparse.ArgumentTypeError(f"found {', '.join(unknown) or 'none'}; wanted some of {', '.join(known)}")

@@ -38,7 +38,7 @@ def _check_paths(options: argparse.Namespace) -> None:
         elif not os.path.isdir(parent):
             problem = f"there is no folder {parent}"
         elif os.path.lexists(path) and not os.path.isfile(path):
-            problem = "it is there and no regular file"  # which would be replaced by one: /dev/null
+            problem = "it exists and is not a regular file"  # which would be replaced by one: /dev/null
         elif not os.access(parent, os.W_OK):
             problem = f"the folder {parent} is not writable"
         elif option == "plot" and os.path.splitext(path)[1] not in PLOTS:

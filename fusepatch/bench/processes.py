@@ -43,8 +43,8 @@ def read_peer(text: str, implementations: Collection[str]) -> Peer:
     matches = [known for known in implementations if name == known or name.startswith(f"{known}-")]
     if not matches:
         raise PeerError(
-            f"--peer {text}: {name!r} names no implementation. Wanted NAME=PATH, where NAME is one of {', '.join(implementations)}, "
-            f"or one of these with a label, as in liger-0.8.3."
+            f"--peer {text}: {name!r} is not an implementation. Wanted NAME=PATH, where NAME is one of "
+            f"{', '.join(implementations)}, or one of these with a label, as in liger-0.8.3."
         )
     # Only a regular file is opened to see: a FIFO would wait for its writer.
     if not os.path.isdir(path) and not (os.path.isfile(path) and zipfile.is_zipfile(path)):
@@ -110,6 +110,6 @@ def _unpacked(path: str, folder: str) -> str:
             wheel.extractall(folder)
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
         raise PeerError(
-            f"--peer {path}: the wheel cannot be unpacked ({error}). Nothing was measured; name a whole one."
+            f"--peer {path}: the wheel cannot be unpacked ({error}). Nothing was measured; name an intact one."
         ) from None
     return folder

@@ -16,7 +16,8 @@ DOES_NOT_APPLY = "does not apply"
 
 @dataclass
 class Row:
-    """One peer in one case. ``problem`` says why there is no time, or is None; ``repeats`` are milliseconds of each call."""
+    """One peer in one case. ``problem`` says why there is no time, or is None; ``repeats`` are milliseconds of each
+    call."""
 
     peer: str
     implementation: str

@@ -102,7 +102,7 @@ With --report DIR nothing is imported: what counts are the processes of a run
 that had FUSEPATCH_REPORT=DIR, each for the patches of which it has loaded a
 target. A patch named by --require that no process has loaded a target of is
 not applied (8); without --require, 3 where no process has loaded any target.
-A file in DIR that is no report is named and does not count.
+A file in DIR that is not a report is named and does not count.
 """
 
 
@@ -115,7 +115,8 @@ class Answer(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status; `run` does not return, since it becomes the program that it starts."""
+    """Run one command and return its exit status; `run` does not return, since it becomes the program that it
+    starts."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         return run.become(given[1:]) if _is_run(given) else _answered(given)
@@ -312,8 +313,8 @@ def _verdict(status: int, records: Sequence[PatchRecord], missing: Sequence[Patc
 
 
 def _import_upstreams(planned: Sequence[PatchRecord]) -> None:
-    """Import the module of every site that no version rules out, since a source does not show all that its import makes; an
-    import that raises becomes the site's record."""
+    """Import the module of every site that no version rules out: a source does not show all that its import makes. An import
+    that raises becomes the site's record."""
     for site in [site for record in planned for site in record.sites]:
         if site.outcome in (Outcome.DISABLED, Outcome.GATED) or contract.source_path(site.module) is None:
             continue

@@ -41,16 +41,16 @@ def _started(arguments: list[str]) -> str:
     """Start the program, or return why that would be in vain."""
     own = _own_interpreter_options()
     if settings.read(os.environ).switch is False:
-        terminal.complain("FUSEPATCH=0 is set, so the program runs unpatched; unset it to have the patches")
+        terminal.complain("FUSEPATCH=0 is set, so the program runs unpatched; unset it to use the patches")
         _become_python([*own, *arguments], dict(os.environ))
     options = [*own, *interpreter_options(arguments)]
     if _startup_is_installed(options):
         _become_python([*own, *arguments], {**os.environ, settings.SWITCH: "1"})
     return (
-        f"{' '.join([sys.executable, *options])} does not read fusepatch's start-up file, so `run` would switch nothing on: "
-        f"fusepatch.pth and fusepatch_startup.py must lie in its site-packages (a checkout on PYTHONPATH does not put them "
-        f"there, and -S keeps them out). Install fusepatch there with pip, or write `import fusepatch` at the top of the "
-        f"program."
+        f"{' '.join([sys.executable, *options])} does not read fusepatch's start-up file, so `run` would have no "
+        "effect: fusepatch.pth and fusepatch_startup.py must be in its site-packages (a checkout on PYTHONPATH does "
+        "not put them there, and -S skips them). Install fusepatch there with pip, or write `import fusepatch` at the "
+        "top of the program."
     )
 
 
@@ -86,7 +86,10 @@ def interpreter_options(words: Sequence[str]) -> list[str]:
 
 def _startup_is_installed(options: Sequence[str]) -> bool:
     """Ask an interpreter with these options whether it has read the start-up file and would find the package."""
-    probe = "import sys, importlib.util as u; sys.exit('fusepatch_startup' not in sys.modules or not u.find_spec('fusepatch'))"
+    probe = (
+        "import sys, importlib.util as u; sys.exit('fusepatch_startup' not in sys.modules or not "
+        "u.find_spec('fusepatch'))"
+    )
     asked = subprocess.run(
         [sys.executable, *options, "-c", probe],
         env={**os.environ, settings.SWITCH: "1"},

@@ -1,5 +1,5 @@
-"""One line per patch, as `status`, `check` and `status --report` show it, with the places behind it where they are asked for; and
-the reports of a run."""
+"""One line per patch, as `status`, `check` and `status --report` show it, with the places behind it where they are
+asked for; and the reports of a run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ class Place(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A patch. `mark` is `+` for what is well, `!` for what wants a look, `-` for the rest; `detail` are versions or a reason."""
+    """A patch. `mark` is `+` for what is well, `!` for what wants a look, `-` for the rest; `detail` are versions or a
+    reason."""
 
     mark: str
     id: str
@@ -48,7 +49,8 @@ def of_records(records: Iterable[PatchRecord], environ: Mapping[str, str], plann
 
 
 def on_request(id: str, outcome: Outcome, environ: Mapping[str, str]) -> Patch | None:
-    """The patch where its outcome is as it should be and it changes nothing, since nobody has set the variable that asks for it."""
+    """The patch where its outcome is as it should be and it changes nothing, since nobody has set the variable that
+    asks for it."""
     patch = next((patch for patch in PATCHES if patch.id == id and patch.requested_by), None)
     if patch is None or outcome not in _WELL:
         return None
@@ -165,7 +167,10 @@ def _group(processes: Sequence[dict[str, Any]], columns: int, verbose: bool) -> 
     if len(pids) > reader.SHOWN:
         hosts += f"; {reader.count(len(pids) - reader.SHOWN, 'further host')}"
     ranks = reader.ranks(processes)
-    title = f"{reader.common_role(processes)}: {reader.count(len(processes), 'process', 'es')}{f', {ranks}' if ranks else ''} ({hosts})"
+    title = (
+        f"{reader.common_role(processes)}: "
+        f"{reader.count(len(processes), 'process', 'es')}{f', {ranks}' if ranks else ''} ({hosts})"
+    )
     lines = _lines(processes)
     below = text(lines, columns, verbose, "  ") if lines else "  - no target is loaded"
     return f"{terminal.wrap(terminal.printable(title), columns)}\n{below}"
@@ -187,7 +192,8 @@ def _line(name: str, targets: Sequence[Loaded], calls: Sequence[int], set_by_use
     places = tuple(
         Place(target.site["module"], target.outcome.value, str(Reason(**target.site["reason"]))) for target in targets
     )
-    # What is wrong comes first, then what is applied: what the user switched off is said of a patch that is off everywhere.
+    # What is wrong comes first, then what is applied: what the user switched off is said of a patch that is off
+    # everywhere.
     target = min(targets, key=lambda target: (not target.wrong, target.outcome is not Outcome.APPLIED))
     line = Line(mark(target.outcome), terminal.printable(name), target.outcome.value, "", places)
     idle = on_request(name, target.outcome, set_by_user)
@@ -210,7 +216,10 @@ def _not_applied(report: Report) -> Iterator[str]:
     for target in reader.loaded(report):
         if target.wrong:
             site = target.site
-            text = f"NOT APPLIED: {target.patch}: {site['module']} is loaded, but {target.outcome.value}: {Reason(**site['reason'])}"
+            text = (
+                f"NOT APPLIED: {target.patch}: {site['module']} is loaded, but {target.outcome.value}: "
+                f"{Reason(**site['reason'])}"
+            )
             same.setdefault(text, []).append(reader.who(target.process))
     for text, processes in same.items():
         yield f"{text}. In {reader.few(processes)}"

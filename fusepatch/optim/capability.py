@@ -29,7 +29,8 @@ SPARSE_GRADIENTS = frozenset({"SGD", "Adagrad"})
 their gradients will be sparse; only the step does."""
 
 KNOWN = frozenset({"Adam", "AdamW", "SGD", "Adagrad"})
-"""Classes whose fused steps are looked at before the kernel runs. A class that gets a fused form in a later torch is left to it."""
+"""Classes whose fused steps are looked at before the kernel runs. A class that gets a fused form in a later torch is
+left to it."""
 
 TENSOR_LEARNING_RATE_WITHOUT_FOREACH = frozenset({"Adam", "AdamW"})
 """Classes whose multi-tensor form takes a learning rate or betas in a tensor only when `capturable` is set."""
@@ -47,8 +48,8 @@ DTENSOR_FAULTS = (
     Fault(
         ">=2.10.dev0,<2.13.dev0",
         False,
-        "fused steps on DTensor parameters keep one object per parameter and step until the host's memory is gone in torch "
-        "2.10 and 2.11, and perhaps 2.12 (pytorch/pytorch#181761, #188174)",
+        "fused steps on DTensor parameters keep one object per parameter and step until the host's memory is gone in "
+        "torch 2.10 and 2.11, and perhaps 2.12 (pytorch/pytorch#181761, #188174)",
     ),
     Fault(
         "<2.9.dev0",
@@ -60,16 +61,16 @@ DTENSOR_FAULTS = (
 """2.13 was measured without the leak and with parameters of two meshes in one group."""
 
 NO_FUSED_ADAGRAD_ON_CUDA = "<2.13.dev0"
-"""Its dispatcher has the kernel in these releases already, but the class refuses CUDA parameters at the first step (seen
-in 2.11)."""
+"""Its dispatcher has the kernel in these releases already, but the class refuses CUDA parameters at the first step
+(seen in 2.11)."""
 
 
 class Verdict(NamedTuple):
     """Whether a param group can be fused, each as words for a sentence.
 
-    `obstacle`: torch would raise, in the constructor or at the first step. `wrong`: it would train on wrong numbers without a
-    word, or raise, by where the parameters lie in memory or by a fault of the kernel. `caution`: it runs, but is not for an
-    automatic rule to choose.
+    `obstacle`: torch would raise, in the constructor or at the first step. `wrong`: it would train on wrong numbers
+    without a word, or raise, by where the parameters lie in memory or by a fault of the kernel. `caution`: it runs, but
+    is not for an automatic rule to choose.
     """
 
     obstacle: str | None = None
@@ -146,7 +147,8 @@ def foreach_obstacle(
 
 
 def becomes_zero(eps: float, parameters: Iterable[torch.Tensor]) -> str | None:
-    """The dtype among the parameters' in which `eps` is rounded to 0, so that a gradient of 0 gives NaN; None if none."""
+    """The dtype among the parameters' in which `eps` is rounded to 0, so that a gradient of 0 gives NaN; None if
+    none."""
     import torch
 
     for dtype in {p.dtype for p in parameters if p.is_floating_point()}:
@@ -180,7 +182,8 @@ def _fused_devices() -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=64)
 def _has_kernel(name: str, device: str) -> bool:
-    """Whether the dispatcher has the class's fused kernel for the device (the list of devices is one for all classes)."""
+    """Whether the dispatcher has the class's fused kernel for the device (the list of devices is one for all
+    classes)."""
     import torch
 
     try:

@@ -1,7 +1,7 @@
-"""Another optimizer class in the place of the one that a caller names: found by its path, checked, constructed.
+"""Replaces the optimizer class that a caller names by another one: found by its path, checked, constructed.
 
-Every argument is decided before the class is constructed, from its signature: what the caller passes carries over where the
-class takes it, what was asked for by name must be taken. An optimizer is constructed once, in the object that the
+Every argument is decided before the class is constructed, from its signature: what the caller passes carries over where
+the class takes it, what was asked for by name must be taken. An optimizer is constructed once, in the object that the
 caller is about to get, so whatever holds that object holds the class that was asked for.
 """
 
@@ -19,14 +19,22 @@ from fusepatch.errors import OptimizerClassError
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-VARIABLE = "FUSEPATCH_OPTIMIZER_CLASS"
-ARGUMENTS = "FUSEPATCH_OPTIMIZER_KWARGS"
-
 FORMS = ("fused", "foreach")
 """Arguments that choose how torch's own classes compute: they reach a class that names them, and no `**kwargs`."""
 
 NOT_PARAMS = frozenset({"model", "module", "optimizer", "base_optimizer", "named_parameters", "named_params"})
 """Names of a first argument that is something else than parameters or param groups."""
+
+
+class Target(NamedTuple):
+    """The dotted path of the class that was asked for, and the names by which the user knows it and its arguments."""
+
+    path: str
+    class_word: str = "class"
+    arguments_word: str = "arguments"
+
+    def __str__(self) -> str:
+        return f"{self.class_word}={self.path}"
 
 
 class Accepts(NamedTuple):
@@ -47,7 +55,7 @@ class Accepts(NamedTuple):
 
     def __str__(self) -> str:
         listed = ", ".join(name for name in (*self.named, *self.forwarded) if name not in FORMS or name in self.named)
-        return f"{listed or 'no argument beside the parameters'}{' and any other keyword' if self.any_keyword else ''}"
+        return f"{listed or 'no argument besides the parameters'}{' and any other keyword' if self.any_keyword else ''}"
 
 
 class Given(NamedTuple):
@@ -75,66 +83,67 @@ class Plan(NamedTuple):
     notes: tuple[Note, ...]
 
 
-def resolve(path: str) -> type[Optimizer]:
-    """The optimizer class at a dotted path, imported now.
+def resolve(target: Target) -> type[Optimizer]:
+    """The optimizer class that was asked for, imported now.
 
     Raises:
-        OptimizerClassError: there is no such module or attribute, importing it fails, or it is no optimizer class.
+        OptimizerClassError: there is no such module or attribute, importing it fails, or it is not an optimizer class.
     """
     import torch
 
-    module_name, _, name = path.rpartition(".")
+    module_name, _, name = target.path.rpartition(".")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        raise OptimizerClassError(_not_found(path, module_name, error.name or module_name)) from error
+        raise OptimizerClassError(_not_found(target, module_name, error.name or module_name)) from error
     except Exception as error:
         raise OptimizerClassError(
-            f"{VARIABLE}={path}: importing {module_name} raised {type(error).__name__}: {error}; the optimizer cannot be "
-            f"constructed; repair that package, or unset the variable for the framework's own class"
+            f"{target}: importing {module_name} raised {type(error).__name__}: {error}; the optimizer cannot "
+            "be constructed; repair that package, or unset the variable for the framework's own class"
         ) from error
     found = getattr(module, name, None)
     if found is None:
-        raise OptimizerClassError(_no_attribute(path, module, name))
+        raise OptimizerClassError(_no_attribute(target, module, name))
     if not isinstance(found, type):
         kind = "a function" if inspect.isroutine(found) else f"an object of {type(found).__name__}"
         raise OptimizerClassError(
-            f"{VARIABLE}={path} is {kind}; wanted is a class derived from torch.optim.Optimizer, so that type(optimizer) is what "
-            f"was asked for; name the class that it makes, and put its arguments into {ARGUMENTS}"
+            f"{target} is {kind}; wanted a class derived from torch.optim.Optimizer, so that type(optimizer) "
+            f"is what was asked for; name the class that it makes, and put its arguments into {target.arguments_word}"
         )
     if not issubclass(found, torch.optim.Optimizer):
         bases = ", ".join(base.__qualname__ for base in found.__mro__[:-1])
         raise OptimizerClassError(
-            f"{VARIABLE}={path} is no optimizer: it derives from {bases}, wanted is torch.optim.Optimizer, which schedulers and "
-            f"frameworks insist on; name another class"
+            f"{target} is not an optimizer: it derives from {bases}, wanted torch.optim.Optimizer, which "
+            "schedulers and frameworks require; name another class"
         )
     if inspect.isabstract(found) or type(found).__call__ is not type.__call__:
         raise OptimizerClassError(
-            f"{VARIABLE}={path} cannot be constructed in another class's place: it is abstract, or its metaclass "
-            f"{type(found).__qualname__} has a way of its own to make instances; name a class that is made in the ordinary way"
+            f"{target} cannot be constructed in another class's place: it is abstract, or its metaclass "
+            f"{type(found).__qualname__} creates instances in its own way; name a class that is created in the "
+            "ordinary way"
         )
     return found
 
 
-def _not_found(path: str, module: str, missing: str) -> str:
+def _not_found(target: Target, module: str, missing: str) -> str:
     top = module.partition(".")[0]
     if missing == top:
         return (
-            f"{VARIABLE}={path}: there is no module {top} in this Python; the optimizer cannot be constructed; install it "
-            f"(`pip install {top.replace('_', '-')}`, if the package is called that), or correct the path"
+            f"{target}: there is no module {top} in this Python; the optimizer cannot be constructed; install "
+            f"it (`pip install {top.replace('_', '-')}`, if the package is called that), or correct the path"
         )
     if module == missing or module.startswith(f"{missing}."):
         return (
-            f"{VARIABLE}={path}: {missing.rpartition('.')[0]} has no module {missing.rpartition('.')[2]}; the optimizer cannot "
-            f"be constructed; correct the path, or install a version of {top} that has it"
+            f"{target}: {missing.rpartition('.')[0]} has no module {missing.rpartition('.')[2]}; the "
+            f"optimizer cannot be constructed; correct the path, or install a version of {top} that has it"
         )
     return (
-        f"{VARIABLE}={path}: importing {module} needs the module {missing}, which is not installed; the optimizer cannot be "
-        f"constructed; install {missing.partition('.')[0]}"
+        f"{target}: importing {module} needs the module {missing}, which is not installed; the optimizer "
+        f"cannot be constructed; install {missing.partition('.')[0]}"
     )
 
 
-def _no_attribute(path: str, module: Any, name: str) -> str:
+def _no_attribute(target: Target, module: Any, name: str) -> str:
     import torch
 
     optimizers = [
@@ -147,7 +156,9 @@ def _no_attribute(path: str, module: Any, name: str) -> str:
     nearest = difflib.get_close_matches(name.lower(), folded, n=1)
     hint = f"; the nearest is {folded[nearest[0]]}" if nearest else ""
     has = f" It has the optimizers {', '.join(sorted(optimizers))}." if optimizers else ""
-    return f"{VARIABLE}={path}: {module.__name__} has no {name}{hint}; the optimizer cannot be constructed; correct the path.{has}"
+    return (
+        f"{target}: {module.__name__} has no {name}{hint}; the optimizer cannot be constructed; correct the path.{has}"
+    )
 
 
 def accepts(kind: type[Optimizer]) -> Accepts:
@@ -191,17 +202,17 @@ def _first(parameters: Sequence[inspect.Parameter]) -> inspect.Parameter | None:
 
 
 def plan(
-    path: str,
+    target: Target,
     takes: Accepts,
     given: Mapping[str, Given],
     asked: Mapping[str, Any],
     groups: Collection[Mapping[str, Any]],
     source: str,
 ) -> Plan:
-    """Decide the arguments of the class at `path`.
+    """Decide the arguments of the class that was asked for.
 
     Args:
-        path: the class's dotted path, for the texts.
+        target: the class's dotted path and its names, for the texts.
         takes: what its constructor takes.
         given: the arguments of the call whose class is exchanged, without the parameters.
         asked: the arguments that the environment asks for, by name.
@@ -211,7 +222,7 @@ def plan(
     Raises:
         OptimizerClassError: an argument that was asked for is not taken, or one that the class needs is missing.
     """
-    _check_asked(path, takes, asked)
+    _check_asked(target, takes, asked)
     kwargs: dict[str, Any] = {}
     notes: list[Note] = []
     for name, (value, origin) in given.items():
@@ -219,60 +230,70 @@ def plan(
         if name in asked and (origin != "user" or wanted is None):
             if value != asked[name]:
                 notes.append(
-                    Note("replaced", f"{name}: {_shown(value)} from {source} -> {_shown(asked[name])} ({ARGUMENTS})")
+                    Note(
+                        "replaced",
+                        f"{name}: {_shown(value)} from {source} -> {_shown(asked[name])} ({target.arguments_word})",
+                    )
                 )
         elif wanted is None and name == "lr" and takes.any_keyword:
             kwargs[name] = value
         elif wanted is None or not _fits(value, wanted.default):
-            notes.append(_dropped(path, name, value, origin, wanted, source))
+            notes.append(_dropped(target, name, value, origin, wanted, source))
         elif origin == "default":
             notes.append(
                 Note(
                     "replaced",
-                    f"{name}={_shown(value)}, which {source} passes by itself, left out: the class's own stands",
+                    f"{name}={_shown(value)}, which {source} passes by itself, left out: the class's own default is "
+                    "used",
                 )
             )
         else:
             kwargs[name] = tuple(value) if wanted is not None and isinstance(wanted.default, tuple) else value
             if name in asked and value != asked[name]:
-                text = f"{name}={_shown(value)} from {source} kept (it beats {_shown(asked[name])} in {ARGUMENTS})"
+                text = (
+                    f"{name}={_shown(value)} from {source} kept (it beats {_shown(asked[name])} in "
+                    f"{target.arguments_word})"
+                )
                 notes.append(Note("replaced", text))
     for name, value in asked.items():
         if name not in kwargs:
             wanted = takes.parameter(name) or takes.forwarded.get(name)
             listed = isinstance(value, list) and wanted is not None and isinstance(wanted.default, tuple)
             kwargs[name] = tuple(value) if listed else copy.deepcopy(value)
-    _check_complete(path, takes, kwargs)
+    _check_complete(target, takes, kwargs)
     decay = sorted({group["weight_decay"] for group in groups if group.get("weight_decay")})
     if decay and takes.parameter("weight_decay") is None and "weight_decay" not in kwargs:
-        text = f"the class takes no weight_decay, so {', '.join(map(str, decay))} in the param groups from {source} has no effect"
+        text = (
+            f"the class takes no weight_decay, so {', '.join(map(str, decay))} in the param groups from {source} has "
+            "no effect"
+        )
         notes.append(Note("refused", text))
     return Plan(kwargs, tuple(notes))
 
 
-def _check_asked(path: str, takes: Accepts, asked: Mapping[str, Any]) -> None:
+def _check_asked(target: Target, takes: Accepts, asked: Mapping[str, Any]) -> None:
     if takes.first is None or takes.first.name in NOT_PARAMS:
         wanted = f"is {takes.first.name!r}" if takes.first is not None else "is missing"
         raise OptimizerClassError(
-            f"{VARIABLE}={path}: the first argument of its constructor {wanted}, and what a framework passes there are "
-            f"parameters or param groups; name a class that is constructed from those"
+            f"{target}: the first argument of its constructor {wanted}, but a framework passes parameters or "
+            "param groups there; name a class that takes those"
         )
     if takes.first.name in asked:
         raise OptimizerClassError(
-            f"{ARGUMENTS} names {takes.first.name!r}, the first argument of {path}: the parameters come from the framework; "
-            f"take it out. {path} accepts {takes}."
+            f"{target.arguments_word} names {takes.first.name!r}, the first argument of {target.path}: the parameters "
+            f"come from the framework; remove it. {target.path} accepts {takes}."
         )
     unknown = [name for name in asked if name not in takes.named and name not in takes.forwarded]
     if unknown and not takes.any_keyword:
         nearest = difflib.get_close_matches(unknown[0], [*takes.named, *takes.forwarded], n=1)
         hint = f" ({unknown[0]!r} is nearest to {nearest[0]!r})" if nearest else ""
         raise OptimizerClassError(
-            f"{ARGUMENTS} names {', '.join(map(repr, unknown))}, which {path} does not take{hint}; the optimizer is not "
-            f"constructed; correct or remove it. {path} accepts {takes}."
+            f"{target.arguments_word} names {', '.join(map(repr, unknown))}, which {target.path} does not take{hint}; "
+            f"the optimizer is not constructed; correct or remove it. {target.path} accepts {takes}."
         )
 
 
-def _check_complete(path: str, takes: Accepts, kwargs: Mapping[str, Any]) -> None:
+def _check_complete(target: Target, takes: Accepts, kwargs: Mapping[str, Any]) -> None:
     missing = [
         name
         for name, parameter in takes.named.items()
@@ -280,17 +301,18 @@ def _check_complete(path: str, takes: Accepts, kwargs: Mapping[str, Any]) -> Non
     ]
     if missing:
         raise OptimizerClassError(
-            f"{VARIABLE}={path}: its constructor needs {', '.join(map(repr, missing))}, which no framework passes; the optimizer is "
-            f"not constructed; give {'it' if len(missing) == 1 else 'them'} in {ARGUMENTS}, a JSON object. {path} accepts {takes}."
+            f"{target}: its constructor needs {', '.join(map(repr, missing))}, which no framework passes; the "
+            f"optimizer is not constructed; give {'it' if len(missing) == 1 else 'them'} in {target.arguments_word}, a "
+            f"JSON object. {target.path} accepts {takes}."
         )
 
 
-def _dropped(path: str, name: str, value: Any, origin: str, wanted: inspect.Parameter | None, source: str) -> Note:
-    why = f"{path} does not take it"
+def _dropped(target: Target, name: str, value: Any, origin: str, wanted: inspect.Parameter | None, source: str) -> Note:
+    why = f"{target.path} does not take it"
     if wanted is not None:
-        why = f"{path} has {_shown(wanted.default)} there, which is another kind of value"
+        why = f"{target.path} has {_shown(wanted.default)} there, which is a different kind of value"
     missed = origin == "user" or name == "lr" or (name == "weight_decay" and bool(value))
-    act = f"; say in {ARGUMENTS} what it should have" if missed else ""
+    act = f"; set it in {target.arguments_word}" if missed else ""
     return Note("refused" if missed else "replaced", f"{name}={_shown(value)} from {source} left out: {why}{act}")
 
 
@@ -310,7 +332,7 @@ def _shown(value: Any) -> str:
 
 
 def become(
-    optimizer: Any, path: str, kind: type[Optimizer], takes: Accepts, params: Any, kwargs: Mapping[str, Any]
+    optimizer: Any, target: Target, kind: type[Optimizer], takes: Accepts, params: Any, kwargs: Mapping[str, Any]
 ) -> None:
     """Make `optimizer`, an object that is under construction and has nothing yet, an instance of `kind`.
 
@@ -333,11 +355,12 @@ def become(
     except Exception as error:
         shown = ", ".join(f"{name}={_shown(value)}" for name, value in kwargs.items())
         raise OptimizerClassError(
-            f"{VARIABLE}={path}: {kind.__qualname__}(params{', ' if shown else ''}{shown}) raised {type(error).__name__}: {error}; "
-            f"no step was taken; change {ARGUMENTS}, or name a class that can serve these parameters. {path} accepts {takes}."
+            f"{target}: {kind.__qualname__}(params{', ' if shown else ''}{shown}) raised {type(error).__name__}: "
+            f"{error}; no step was taken; change {target.arguments_word}, or name a class that can serve these "
+            f"parameters. {target.path} accepts {takes}."
         ) from error
     if not all("lr" in group for group in optimizer.param_groups):
         raise OptimizerClassError(
-            f"{VARIABLE}={path}: its param groups have no 'lr', so a framework's learning rate schedule cannot set it; no step was "
-            f"taken; name a class that keeps its learning rate there"
+            f"{target}: its param groups have no 'lr', so a framework's learning rate schedule cannot set it; "
+            "no step was taken; name a class that keeps its learning rate there"
         )

@@ -13,13 +13,24 @@ from fusepatch.optim.capability import Verdict
 
 FLAGS = ("fused", "foreach", "eps")
 
+PLAIN_WORDS: Mapping[str, str] = {flag: flag for flag in FLAGS}
+
 
 class Request(NamedTuple):
-    """What the environment asks for. `fused` is None for the automatic rule; None in the others asks for nothing."""
+    """What the environment asks for. `fused` is None for the automatic rule; None in the others asks for nothing.
+
+    `words` are the names by which the user knows each of them.
+    """
 
     fused: bool | str | None = None
     foreach: bool | None = None
     eps: float | None = None
+    words: Mapping[str, str] = PLAIN_WORDS
+
+    def said(self, flag: str) -> str:
+        """A flag that is asked for, with its value, as the user wrote it."""
+        value = getattr(self, flag)
+        return f"{self.words[flag]}={value:g}" if flag == "eps" else f"{self.words[flag]}={int(value)}"
 
     @property
     def keeps_everything(self) -> bool:
@@ -56,14 +67,16 @@ class Group(NamedTuple):
 
 
 class Note(NamedTuple):
-    """Something to tell: `kind` is replaced, kept, refused (asked for by the environment, not done), fallback or warning."""
+    """Something to tell: `kind` is replaced, kept, refused (asked for by the environment, not done), fallback or
+    warning."""
 
     kind: str
     text: str
 
 
 class Decision(NamedTuple):
-    """The flags of one group; None is torch's own default. `chosen`: `fused=True` is ours, the caller had not passed it."""
+    """The flags of one group; None is torch's own default. `chosen`: `fused=True` is ours, the caller had not passed
+    it."""
 
     fused: bool | None
     foreach: bool | None
@@ -84,7 +97,8 @@ def decide(group: Group, request: Request) -> Decision:
 
 
 def _one_of_both(group: Group) -> tuple[bool | None, bool | None]:
-    """Both arrived true: the user's stays, between two of a framework the multi-tensor form; torch refuses two of a user."""
+    """Both arrived true: the user's stays, between two of a framework the multi-tensor form; torch refuses two of a
+    user."""
     if not group.got("fused").by_user:
         return None, True
     return True, (True if group.got("foreach").by_user else None)
@@ -96,7 +110,7 @@ def _foreach(group: Group, request: Request, notes: list[Note]) -> tuple[bool | 
     asked = request.foreach
     if asked is None:
         return value, False
-    variable = f"FUSEPATCH_OPTIMIZER_FOREACH={int(asked)}"
+    variable = request.said("foreach")
     passed_fused = group.got("fused")
     if by_user:
         if value != asked:
@@ -107,7 +121,7 @@ def _foreach(group: Group, request: Request, notes: list[Note]) -> tuple[bool | 
             notes.append(Note("refused", f"{variable} was not followed: {group.class_name} has no multi-tensor form"))
         return value, False
     if asked and passed_fused.value and (passed_fused.by_user or request.fused == "keep"):
-        because = "it beats the variable" if passed_fused.by_user else "FUSEPATCH_OPTIMIZER_FUSED=keep leaves it"
+        because = "it beats the variable" if passed_fused.by_user else f"{request.words['fused']}=keep leaves it"
         notes.append(
             Note("refused", f"{variable} was not followed: fused=True from {group.source} excludes it, and {because}")
         )
@@ -128,11 +142,7 @@ def _fused(
         return value, foreach, False
     if by_user:
         if isinstance(asked, bool) and value != asked:
-            notes.append(
-                Note(
-                    "kept", f"fused={value} from {group.source} kept (it beats FUSEPATCH_OPTIMIZER_FUSED={int(asked)})"
-                )
-            )
+            notes.append(Note("kept", f"fused={value} from {group.source} kept (it beats {request.said('fused')})"))
         if value and group.verdict.wrong is not None:
             notes.append(_wrong(group, "pass fused=False"))
         return value, foreach, False
@@ -142,14 +152,14 @@ def _fused(
         # None, not False: False in either flag makes torch loop over the parameters one by one.
         return (None if value else value), foreach, False
     if asked is True:
-        return _fused_on_request(group, foreach, value, notes)
-    return _fused_by_rule(group, foreach, foreach_asked, value, notes)
+        return _fused_on_request(group, request, foreach, value, notes)
+    return _fused_by_rule(group, request, foreach, foreach_asked, value, notes)
 
 
 def _fused_on_request(
-    group: Group, foreach: bool | None, value: bool | None, notes: list[Note]
+    group: Group, request: Request, foreach: bool | None, value: bool | None, notes: list[Note]
 ) -> tuple[bool | None, bool | None, bool]:
-    variable = "FUSEPATCH_OPTIMIZER_FUSED=1"
+    variable = request.said("fused")
     obstacle = f"{group.class_name} has no fused form in this torch" if "fused" not in group.takes else None
     if obstacle is None and foreach and group.got("foreach").by_user:
         notes.append(
@@ -158,7 +168,7 @@ def _fused_on_request(
         return None, foreach, False
     obstacle = obstacle or group.verdict.obstacle or group.verdict.wrong
     if obstacle is not None:
-        notes.append(Note("refused", f"{variable} was not followed: {obstacle}; torch's own default is left"))
+        notes.append(Note("refused", f"{variable} was not followed: {obstacle}; torch's default is used"))
         return None, foreach, False
     if group.verdict.caution is not None:
         notes.append(Note("warning", f"fused=True as {variable} asks, but {group.verdict.caution}"))
@@ -169,23 +179,29 @@ def _wrong(group: Group, action: str) -> Note:
     """What is said of a `fused=True` that is not ours and stays, where the kernel presumes what does not hold."""
     return Note(
         "warning",
-        f"fused=True from {group.source} left as it is, but {group.verdict.wrong}: torch's fused kernel trains on wrong numbers "
-        f"without a word there, or its step raises; {action}",
+        f"fused=True from {group.source} left as it is, but {group.verdict.wrong}: torch's fused kernel then silently "
+        f"trains on wrong numbers, or its step raises; {action}",
     )
 
 
 def _fused_by_rule(
-    group: Group, foreach: bool | None, foreach_asked: bool, value: bool | None, notes: list[Note]
+    group: Group,
+    request: Request,
+    foreach: bool | None,
+    foreach_asked: bool,
+    value: bool | None,
+    notes: list[Note],
 ) -> tuple[bool | None, bool | None, bool]:
+    variable = request.words["fused"]
     reason = group.verdict.obstacle or group.verdict.wrong or group.verdict.caution
     if value:
         if group.verdict.obstacle is None and group.verdict.wrong is not None:
-            notes.append(_wrong(group, "FUSEPATCH_OPTIMIZER_FUSED=0 takes it away"))
+            notes.append(_wrong(group, f"{variable}=0 removes it"))
         elif reason is not None:
             notes.append(
                 Note(
                     "fallback",
-                    f"fused=True from {group.source} left as it is (FUSEPATCH_OPTIMIZER_FUSED=0 takes it away), but {reason}",
+                    f"fused=True from {group.source} left as it is ({variable}=0 removes it), but {reason}",
                 )
             )
         return value, foreach, False
@@ -196,7 +212,7 @@ def _fused_by_rule(
     elif foreach is not None and not foreach_asked:
         reason = f"{group.source} passes foreach={foreach}"
     elif reason is not None and reason == group.verdict.caution:
-        reason += "; FUSEPATCH_OPTIMIZER_FUSED=1 fuses it all the same"
+        reason += f"; {variable}=1 fuses it anyway"
     if reason is not None:
         notes.append(Note("fallback", f"not fused: {reason}"))
         return value, foreach, False
@@ -207,13 +223,13 @@ def _eps(group: Group, request: Request, notes: list[Note]) -> Any:
     value, by_user = group.got("eps")
     if request.eps is None:
         return value
-    variable = f"FUSEPATCH_OPTIMIZER_EPS={request.eps:g}"
+    variable = request.said("eps")
     if by_user:
         if value != request.eps:
             notes.append(Note("kept", f"eps={value} from {group.source} kept (it beats {variable})"))
         return value
     if not isinstance(group.eps, float):
-        what = "has no eps" if "eps" not in group.takes else f"has {group.eps} for eps, which is no single number"
+        what = "has no eps" if "eps" not in group.takes else f"has {group.eps} for eps, which is not a single number"
         notes.append(Note("refused", f"{variable} was not followed: {group.class_name} {what}"))
         return value
     return request.eps
@@ -231,20 +247,20 @@ def _replacements(group: Group, request: Request, fused: bool | None, foreach: b
 
 def _because(flag: str, fused: bool | None, foreach: bool | None, request: Request) -> str:
     if flag == "eps":
-        return f"FUSEPATCH_OPTIMIZER_EPS={request.eps:g}"
+        return request.said("eps")
     asked, other, excluded_by = (
         (request.fused, foreach, "foreach") if flag == "fused" else (request.foreach, fused, "fused")
     )
     if isinstance(asked, bool) and bool(fused if flag == "fused" else foreach) == asked:
-        return f"FUSEPATCH_OPTIMIZER_{flag.upper()}={int(asked)}"
+        return request.said(flag)
     return f"{excluded_by}=True, which excludes it" if other else "automatic"
 
 
 def with_flags_of(live: list[dict[str, Any]], saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The param groups of a checkpoint with `fused` and `foreach` of the optimizer that loads it; new dictionaries.
 
-    A group's learning rate, betas, eps and all else stay the checkpoint's. Where the two differ in number of groups, the
-    checkpoint's come back unchanged, for torch to refuse.
+    A group's learning rate, betas, eps and all else stay the checkpoint's. Where the two differ in number of groups,
+    the checkpoint's come back unchanged, for torch to refuse.
     """
     if len(live) != len(saved):
         return saved

@@ -1,14 +1,16 @@
-"""The optimizer's step inside backward: each parameter is updated as soon as its gradient is complete, which is then freed.
+"""The optimizer's step inside backward: each parameter is updated as soon as its gradient is complete, which is then
+freed.
 
-The one real optimizer does the work, parameter by parameter: torch's post-accumulate-grad hooks run the class's own step on a
-view of the parameter's group. State, param groups, learning rate and checkpoints stay where they always are, and the
-framework's own `step()` finds no gradients and changes nothing. What a hook does not take (a parameter that was added or
-unfrozen later, a batch during which the hooks are disarmed) keeps its gradient, and that same `step()` updates it.
+The one real optimizer does the work, parameter by parameter: torch's post-accumulate-grad hooks run the class's own
+step on a view of the parameter's group. State, param groups, learning rate and checkpoints stay where they always are,
+and the framework's own `step()` finds no gradients and changes nothing. What a hook does not take (a parameter that was
+added or unfrozen later, a batch during which the hooks are disarmed) keeps its gradient, and that same `step()` updates
+it.
 
 Exact where one backward makes the whole gradient, an update needs nothing but its own parameter, and nothing reads a
-parameter between its update and the end of that backward. `obstacles` names what is in the way before; a parameter whose
-gradient arrives in several parts raises at the second one. Who reads an updated weight is found out by autograd, whose version
-counter every update raises, and where a checkpointed region is computed again by `recomputed`.
+parameter between its update and the end of that backward. `obstacles` names what is in the way before; a parameter
+whose gradient arrives in several parts raises at the second one. Who reads an updated weight is found out by autograd,
+whose version counter every update raises, and where a checkpointed region is computed again by `recomputed`.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from types import FunctionType, MethodType
+from types import FunctionType, MappingProxyType, MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fusepatch.errors import InBackwardError
@@ -52,12 +54,12 @@ KNOWN_STEPS: Mapping[str, frozenset[str]] = {
     ),
     "torchao": frozenset({"_AdamBase"}),
     "bitsandbytes": frozenset({"Optimizer8bit"}),
-    "transformers": frozenset({"Adafactor"}),
 }
-"""By package, the classes whose `step` updates each parameter from that parameter's gradient, state and group alone. Every
-8-bit, 4-bit and float8 Adam of torchao and every optimizer of bitsandbytes but LARS has the step of the class given here."""
+"""By package, the classes whose `step` updates each parameter from that parameter's gradient, state and group alone.
+Every 8-bit, 4-bit and float8 Adam of torchao and every optimizer of bitsandbytes but LARS has the step of the class
+given here."""
 
-_WRAPPERS: Mapping[str, tuple[str, str, str]] = {
+WRAPPERS: Mapping[str, tuple[str, str, str]] = {
     "torch.nn.parallel.distributed.DistributedDataParallel": (
         "the model is in DistributedDataParallel",
         "a parameter's hook sees the gradient of this rank alone, before it is averaged over the ranks",
@@ -70,19 +72,33 @@ _WRAPPERS: Mapping[str, tuple[str, str, str]] = {
     ),
     "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": (
         "the model is in FSDP1 (FullyShardedDataParallel)",
-        "it makes its flat parameters and their gradient accumulators anew in every step",
+        "it recreates its flat parameters and their gradient accumulators in every step",
         "shard with FSDP2 (fully_shard)",
     ),
-    "deepspeed.runtime.engine.DeepSpeedEngine": (
-        "the model is in a DeepSpeed engine",
-        "every ZeRO stage keeps the gradients itself and steps its own optimizer",
-        "shard with FSDP2, or train in one process without DeepSpeed",
-    ),
 }
+"""By its class's dotted path, a module around the model that is in the way: what was found, why, and what to change."""
 
 
 _WRAPPERS_OF_STEP = frozenset({"torch.optim.optimizer", "torch.optim.lr_scheduler", "torch.utils._contextlib"})
 """Modules of torch whose wrappers of a step change nothing but what is counted and recorded around it."""
+
+
+class Caller(NamedTuple):
+    """What only the caller knows.
+
+    `asked` to `optimizer_class` are words for messages: what switched this on, how to switch it off, and the settings
+    to change. `steps` and `wrappers` are of the caller's libraries what `KNOWN_STEPS` and `WRAPPERS` are of others.
+    """
+
+    asked: str = "in-backward"
+    undo: str = "train without it"
+    without_reentrant: str = "use_reentrant=False"
+    optimizer_class: str = ""
+    steps: Mapping[str, frozenset[str]] = MappingProxyType({})
+    wrappers: Mapping[str, tuple[str, str, str]] = MappingProxyType({})
+
+
+_NOBODY = Caller()
 
 
 class Obstacle(NamedTuple):
@@ -96,23 +112,23 @@ class Obstacle(NamedTuple):
         return f"{self.found}: {self.why}; {self.change}"
 
 
-def refuse(where: str, obstacles: Collection[Obstacle], begun: bool = False) -> None:
-    """Raise InBackwardError with every obstacle, if there is one. `where` names whose training it is, `begun` says that it
-    has taken steps already."""
+def refuse(where: str, obstacles: Collection[Obstacle], caller: Caller, begun: bool = False) -> None:
+    """Raise InBackwardError with every obstacle, if there is one. `where` names whose training it is, `begun` says that
+    it has taken steps already."""
     if obstacles:
         listed = "\n".join(f"  - {obstacle}" for obstacle in obstacles)
         consequence = "training did not start and no parameter was changed"
         if begun:
             consequence = "training stops before this step has changed a parameter"
         raise InBackwardError(
-            f"the optimizer of {where} cannot run inside backward (FUSEPATCH_OPTIMIZER_IN_BACKWARD=1); {consequence}:\n{listed}\n"
-            f"Change that, or unset FUSEPATCH_OPTIMIZER_IN_BACKWARD."
+            f"the optimizer of {where} cannot run inside backward ({caller.asked}); "
+            f"{consequence}:\n{listed}\nChange that, or {caller.undo}."
         )
 
 
-def obstacles(optimizer: Any, model: torch.nn.Module) -> list[Obstacle]:
+def obstacles(optimizer: Any, model: torch.nn.Module, caller: Caller = _NOBODY) -> list[Obstacle]:
     """What is in the way in the optimizer, the model and the process, before anything is hooked."""
-    return [*_of_optimizer(optimizer), *_of_model(model), *_of_parameters(optimizer), *_of_process()]
+    return [*_of_optimizer(optimizer, caller), *_of_model(model, caller), *_of_parameters(optimizer), *_of_process()]
 
 
 def reached_by_several_names(model: torch.nn.Module) -> list[torch.nn.Parameter]:
@@ -128,7 +144,7 @@ def clips(maximum: float | None) -> bool:
     return maximum is not None and 0 < maximum < float("inf")
 
 
-def _of_optimizer(optimizer: Any) -> Iterable[Obstacle]:
+def _of_optimizer(optimizer: Any, caller: Caller) -> Iterable[Obstacle]:
     import torch
 
     kind = type(optimizer)
@@ -136,18 +152,19 @@ def _of_optimizer(optimizer: Any) -> Iterable[Obstacle]:
     if not isinstance(optimizer, torch.optim.Optimizer):
         yield Obstacle(
             f"the optimizer is {name}",
-            "it is no torch.optim.Optimizer, so its step cannot be taken for one parameter",
+            "it is not a torch.optim.Optimizer, so its step cannot run for one parameter",
             "use a class of torch, torchao or bitsandbytes",
         )
         return
     step = _unwrapped_step(kind.step)
     package, owner = step.__module__.partition(".")[0], step.__qualname__.rpartition(".")[0]
-    if owner not in KNOWN_STEPS.get(package, ()):
-        known = "; ".join(f"{package}: {', '.join(sorted(owners))}" for package, owners in KNOWN_STEPS.items())
+    steps = {**KNOWN_STEPS, **caller.steps}
+    if owner not in steps.get(package, ()):
+        known = "; ".join(f"{package}: {', '.join(sorted(owners))}" for package, owners in steps.items())
         yield Obstacle(
             f"the step of the optimizer {name} is {step.__module__}.{step.__qualname__}",
-            "it is not known to update each parameter from that parameter alone (a closure, or a statistic over all parameters, "
-            "cannot be had inside backward)",
+            "it is not known to update each parameter from that parameter alone (a closure, or a statistic over all "
+            "parameters, is not possible inside backward)",
             f"use one of the classes with a known step, or a subclass that keeps it ({known})",
         )
     yield from _of_step(optimizer)
@@ -163,9 +180,10 @@ def _of_optimizer(optimizer: Any) -> Iterable[Obstacle]:
     ):
         yield Obstacle(
             "bitsandbytes' GlobalOptimManager overrides settings of single parameters",
-            "it finds them by their place in the param groups (frameworks register some for embeddings with their own names of 8-bit classes)",
-            "pass the class instead, without overrides (FUSEPATCH_OPTIMIZER_CLASS=bitsandbytes.optim.AdamW8bit), or take "
-            "torchao.optim.AdamW8bit",
+            "it finds them by their place in the param groups (frameworks register some for embeddings with their own "
+            "names of 8-bit classes)",
+            f"pass the class instead, without overrides ({caller.optimizer_class}bitsandbytes.optim.AdamW8bit), or "
+            "take torchao.optim.AdamW8bit",
         )
 
 
@@ -180,9 +198,10 @@ def _of_step(optimizer: torch.optim.Optimizer) -> Iterable[Obstacle]:
         if not _is_ours(hook):
             yield Obstacle(
                 f"a step pre-hook is registered ({_described(_innermost(hook))})",
-                "it runs in step(), when the parameters are updated and the gradients gone, so whatever it does to gradients "
-                "(clipping, masking, averaging) would be lost",
-                "remove it, and change gradients in hooks of the parameters (Tensor.register_hook), which run before the update",
+                "it runs in step(), when the parameters are updated and the gradients gone, so whatever it does to "
+                "gradients (clipping, masking, averaging) would be lost",
+                "remove it, and change gradients in hooks of the parameters (Tensor.register_hook), which run before "
+                "the update",
             )
 
 
@@ -208,7 +227,8 @@ def of_own_step(optimizer: Any) -> Iterable[Obstacle]:
 def _replaced(found: str, by: Any) -> Obstacle:
     return Obstacle(
         f"{found} ({_described(by)})",
-        "in-backward takes the class's own step for each parameter, so whatever that function does besides would be lost",
+        "in-backward takes the class's own step for each parameter, so whatever that function does besides would be "
+        "lost",
         "leave the step as it is",
     )
 
@@ -239,8 +259,8 @@ def _unwrapped_step(step: Any) -> Any:
 def _foreign_wrapper(step: Any) -> Any:
     """The outermost wrapper of a step that is not torch's own; None where there is none.
 
-    `functools.wraps` copies names, so the module that a wrapper says it is from is that of what it wraps. Its globals are
-    its own.
+    `functools.wraps` copies names, so the module that a wrapper says it is from is that of what it wraps. Its globals
+    are its own.
     """
     step = _plain(step)
     while hasattr(step, "__wrapped__"):
@@ -264,10 +284,11 @@ def _is_compiled(step: Any) -> bool:
     return False
 
 
-def _of_model(model: torch.nn.Module) -> Iterable[Obstacle]:
+def _of_model(model: torch.nn.Module, caller: Caller) -> Iterable[Obstacle]:
     kinds = {f"{kind.__module__}.{kind.__qualname__}" for module in model.modules() for kind in type(module).__mro__}
-    for name in sorted(kinds & _WRAPPERS.keys()):
-        yield Obstacle(*_WRAPPERS[name])
+    wrappers = {**WRAPPERS, **caller.wrappers}
+    for name in sorted(kinds & wrappers.keys()):
+        yield Obstacle(*wrappers[name])
 
 
 def _of_parameters(optimizer: Any) -> Iterable[Obstacle]:
@@ -306,11 +327,12 @@ class InBackward:
         on_skipped: makes each gradient whose norm is not finite leave its parameter and state as they are, and is
             called after a step with the names of such parameters.
         stepped: returns the optimizer that the training is about to step, which must still be this one.
+        caller: the words of its messages.
 
     Raises:
-        InBackwardError: out of backward, where a parameter's hook runs a second time before the optimizer's step; where the
-            step was replaced, a step pre-hook was added or another optimizer is stepped since (before anything is updated); and
-            where a checkpointed region reads an updated parameter when it is computed again.
+        InBackwardError: out of backward, where a parameter's hook runs a second time before the optimizer's step; where
+            the step was replaced, a step pre-hook was added or another optimizer is stepped since (before anything is
+            updated); and where a checkpointed region reads an updated parameter when it is computed again.
         RuntimeError: autograd's own, where a parameter that was saved for backward has been updated.
     """
 
@@ -322,8 +344,10 @@ class InBackward:
         armed: bool = True,
         on_skipped: Callable[[list[str]], None] | None = None,
         stepped: Callable[[], Any] | None = None,
+        caller: Caller = _NOBODY,
     ) -> None:
         self.armed = armed
+        self.caller = caller
         self.optimizer = optimizer
         self._names = names
         self._step = _without_hooks(type(optimizer).step)
@@ -344,8 +368,8 @@ class InBackward:
         _live.add(self)
 
     def _hook(self) -> Callable[[torch.Tensor], None]:
-        # The garbage collector does not see through a parameter's hooks: one that held this object, and with it the optimizer
-        # and all parameters, would keep them in memory for good. The optimizer's own hook keeps this object.
+        # The garbage collector does not see through a parameter's hooks: one that held this object, and with it the
+        # optimizer and all parameters, would keep them in memory for good. The optimizer's own hook keeps this object.
         this = weakref.ref(self)
 
         def update(parameter: torch.Tensor) -> None:
@@ -389,12 +413,12 @@ class InBackward:
                 return
             if parameter in self.updated:
                 raise InBackwardError(
-                    f"the gradient of {self.name(parameter)} arrived a second time before the optimizer's step, and its first part "
-                    f"has updated the parameter already (FUSEPATCH_OPTIMIZER_IN_BACKWARD=1). In-backward needs one backward per "
-                    f"optimizer step: no gradient accumulation, one loss.backward() in each training step, a step of this "
-                    f"{type(self.optimizer).__qualname__} (and of no other optimizer) after it, and "
-                    f'gradient_checkpointing_kwargs={{"use_reentrant": False}} where a module runs more than once in a forward. '
-                    f"Change that, or unset FUSEPATCH_OPTIMIZER_IN_BACKWARD; the weights of this step are not those of an ordinary one."
+                    f"the gradient of {self.name(parameter)} arrived a second time before the optimizer's step, but "
+                    f"its first part has already updated the parameter ({self.caller.asked}). In-backward needs one "
+                    "backward per optimizer step: no gradient accumulation, one loss.backward() in each training step, "
+                    f"a step of this {type(self.optimizer).__qualname__} (and of no other optimizer) after it, and "
+                    f"{self.caller.without_reentrant} where a module runs more than once in a forward. Change that, or "
+                    f"{self.caller.undo}; the weights after this step differ from those of an ordinary step."
                 )
             self.updated.add(parameter)
             if _storage(parameter):
@@ -408,19 +432,25 @@ class InBackward:
         return (vars(self.optimizer).get("step"), type(self.optimizer).step, *_pre_hooks(self.optimizer))
 
     def _look_again(self) -> None:
-        """Before the first update of a backward: whether the step is still the one that was judged, and will be taken."""
+        """Before the first update of a backward: whether the step is still the one that was judged, and will be
+        taken."""
         kind = type(self.optimizer)
         around = self._around_step()
         if around != self._around:
-            refuse(f"this training ({kind.__module__}.{kind.__qualname__})", [*_of_step(self.optimizer)], begun=True)
+            refuse(
+                f"this training ({kind.__module__}.{kind.__qualname__})",
+                [*_of_step(self.optimizer)],
+                self.caller,
+                begun=True,
+            )
             self._around, self._step = around, _without_hooks(kind.step)
         if self._stepped is not None and self._stepped() is not self.optimizer:
             now = type(self._stepped())
             raise InBackwardError(
-                f"the optimizer that the training steps is another one ({now.__module__}.{now.__qualname__}) than the "
-                f"{kind.__module__}.{kind.__qualname__} whose step runs inside backward (FUSEPATCH_OPTIMIZER_IN_BACKWARD=1): it was "
-                f"exchanged during the forward. This step has changed no parameter. Exchange it between two steps, or unset "
-                f"FUSEPATCH_OPTIMIZER_IN_BACKWARD."
+                f"the training now steps another optimizer ({now.__module__}.{now.__qualname__}) than the "
+                f"{kind.__module__}.{kind.__qualname__} whose step runs inside backward "
+                f"({self.caller.asked}): it was replaced during the forward. This step has changed no "
+                f"parameter. Replace it between two steps, or {self.caller.undo}."
             )
         for hook in _pre_hooks(self.optimizer).values():
             if _is_ours(hook):  # they judge parameters and states before the first step
@@ -516,7 +546,8 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _raise_version(parameter: torch.Tensor) -> None:
-    """Make autograd see that a parameter has changed, which torch's fused kernels and those of other packages do not."""
+    """Make autograd see that a parameter has changed, which torch's fused kernels and those of other packages do
+    not."""
     from torch.autograd.graph import increment_version
 
     increment_version(parameter)
@@ -531,32 +562,36 @@ def explained() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        names = _named_by(str(error))
-        if not names:
+        found = _updated_that_it_names(str(error))
+        if not found:
             raise
+        names = " or ".join(attached.name(parameter) for attached, parameter in found)
+        caller = found[0][0].caller
         raise InBackwardError(
-            f"autograd needs a weight in backward whose gradient was complete before and has updated it "
-            f"(FUSEPATCH_OPTIMIZER_IN_BACKWARD=1): by shape and version it is {' or '.join(names)}. {DETACHED} Autograd's own "
-            f"words: {error}"
+            f"autograd needs a weight in backward that its gradient has already updated ({caller.asked}): by shape and "
+            f"version it is {names}. {read_detached(caller)} Autograd's message: {error}"
         ) from error
 
 
-def _named_by(message: str) -> list[str]:
-    """The updated parameters that autograd's error can be about: the same version, and as many elements or a part of them."""
+def _updated_that_it_names(message: str) -> list[tuple[InBackward, torch.Tensor]]:
+    """The updated parameters that autograd's error can be about: the same version, and as many elements or a part of
+    them."""
     found = re.search(r"modified by an inplace operation: \[\S+ \[([\d, ]*)\]\].* is at version (\d+);", message)
     if found is None:
         return []
     size = math.prod(int(length) for length in found[1].split(", ") if length)
     return [
-        attached.name(parameter)
+        (attached, parameter)
         for attached in early()
         for parameter in attached.updated
         if parameter._version == int(found[2]) and size and parameter.numel() % size == 0
     ]
 
 
-DETACHED = (
-    "A weight that is also used without its gradient (weight.detach(), requires_grad switched off for a part of the forward) "
-    "may be read after its update; the weights of this step are not those of an ordinary one. Use a copy there "
-    "(weight.detach().clone()), or unset FUSEPATCH_OPTIMIZER_IN_BACKWARD."
-)
+def read_detached(caller: Caller) -> str:
+    """What may have read a weight after its update, and what to do."""
+    return (
+        "A weight that is also used without its gradient (weight.detach(), requires_grad switched off for a part of "
+        "the forward) may be read after its update; the weights after this step differ from those of an ordinary step. "
+        f"Use a copy there (weight.detach().clone()), or {caller.undo}."
+    )

@@ -1,8 +1,10 @@
-"""How tensors lie in memory: what torch's fused optimizer kernels presume of parameter, gradient and state, and never check.
+"""How tensors lie in memory: what torch's fused optimizer kernels presume of parameter, gradient and state, and never
+check.
 
-A fused kernel walks every tensor from its first element to its last as if it were one dense range, in the same order for
-the parameter, its gradient and its state, and takes the parameters of one call for separate memory. On the CPU nothing
-looks: other strides train wrongly, or write into memory that is no parameter. On accelerators the step raises.
+A fused kernel walks every tensor from its first element to its last as if it were one dense range, in the same order
+for the parameter, its gradient and its state, and takes the parameters of one call for separate memory. On the CPU
+nothing
+looks: other strides train wrongly, or write into memory outside the parameter. On accelerators the step raises.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements of a strided tensor fill one range of memory, each place once, in any order of the dimensions."""
+    """Whether the elements of a strided tensor fill one range of memory, each place once, in any order of the
+    dimensions."""
     if tensor.is_contiguous():
         return True
     filled = 1
@@ -53,7 +56,8 @@ def unfit(parameters: Iterable[torch.Tensor]) -> str | None:
 
 
 def unlike(parameters: Sequence[torch.Tensor], others: Sequence[torch.Tensor], what: str) -> str | None:
-    """How the first of `others` that does not lie as its parameter does differs from it, as words; None where all are alike.
+    """How the first of `others` that does not lie as its parameter does differs from it, as words; None where all are
+    alike.
 
     Args:
         parameters: what the kernel updates, each dense.
@@ -64,10 +68,11 @@ def unlike(parameters: Sequence[torch.Tensor], others: Sequence[torch.Tensor], w
 
 
 def seen(tensors: Sequence[torch.Tensor]) -> tuple[list[Any], ...] | None:
-    """Where tensors lie, to be compared as a whole, which costs a tenth of looking at each: steps with a thousand parameters ask.
+    """Where tensors lie, to be compared as a whole, which costs a tenth of looking at each: steps with a thousand
+    parameters ask.
 
-    Dense tensors of which this is the same have the same shape. None where there is a tensor of another class than torch's own,
-    or without strides.
+    Dense tensors of which this is the same have the same shape. None where there is a tensor of another class than
+    torch's own, or without strides.
     """
     import torch
 
@@ -98,12 +103,12 @@ def _unlike(parameter: torch.Tensor, other: torch.Tensor, what: str) -> str | No
     if other.dtype is not parameter.dtype or other.device != parameter.device:
         return f"a {what} is {_kind(other)}, and its parameter of shape {tuple(parameter.shape)} is {_kind(parameter)}"
     if getattr(other, "placements", None) != getattr(parameter, "placements", None):
-        return f"a {what} is placed on the device mesh in another way than its parameter"
+        return f"a {what} is placed on the device mesh differently from its parameter"
     mine, its = local(parameter), local(other)
     if not is_alike(mine, its):
         return (
-            f"a {what} of shape {tuple(its.shape)} has strides {its.stride()}, and its parameter of shape {tuple(mine.shape)} has "
-            f"{mine.stride()}"
+            f"a {what} of shape {tuple(its.shape)} has strides {its.stride()}, and its parameter of shape "
+            f"{tuple(mine.shape)} has {mine.stride()}"
         )
     return None
 

@@ -1,9 +1,9 @@
 """Weights that are read in backward after their update, where autograd's version counter does not see it.
 
-A checkpointed region that is computed again takes its weights anew. Ordinarily they are updated after that, and it costs one
-look at what the region can reach. Where it can reach a weight that is updated already, its operations are watched one by one,
-and the one that reads that weight raises. What was saved through hooks (by that region, or an offloading of activations) is
-looked at when it is unpacked.
+A checkpointed region that is computed again takes its weights anew. Ordinarily they are updated after that, and it
+costs one look at what the region can reach. Where it can reach a weight that is updated already, its operations are
+watched one by one, and the one that reads that weight raises. What was saved through hooks (by that region, or an
+offloading of activations) is looked at when it is unpacked.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 def recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, which computes a checkpointed region, with a look at what it reads where it runs inside backward.
 
-    Seen are weights that it reaches as or through its arguments, modules (and what their attributes hold), its closure and
-    defaults, the globals that it names, the object of a bound method, `functools.partial`, lists, tuples, sets and
+    Seen are weights that it reaches as or through its arguments, modules (and what their attributes hold), its closure
+    and defaults, the globals that it names, the object of a bound method, `functools.partial`, lists, tuples, sets and
     dictionaries.
 
     Raises:
@@ -108,7 +108,8 @@ def _is_filled(cell: Any) -> bool:
 
 
 def unpacked(unpack: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """An unpack hook of `torch.autograd.graph.saved_tensors_hooks`, whose results autograd does not compare with what was saved.
+    """An unpack hook of `torch.autograd.graph.saved_tensors_hooks`, whose results autograd does not compare with what
+    was saved.
 
     Raises:
         InBackwardError: out of the returned function, where the result lies in the memory of an updated parameter.
@@ -119,19 +120,18 @@ def unpacked(unpack: Callable[[Any], Any]) -> Callable[[Any], Any]:
         for attached in in_backward.early():
             parameter = attached.updated_in(tensor)
             if parameter is not None:
-                raise InBackwardError(
-                    _too_late("autograd unpacks a saved tensor that lies in", attached.name(parameter))
-                )
+                raise InBackwardError(_too_late("autograd unpacks a saved tensor that lies in", attached, parameter))
         return tensor
 
     return hook
 
 
-def _too_late(what: str, name: str) -> str:
+def _too_late(what: str, attached: InBackward, parameter: torch.Tensor) -> str:
+    caller = attached.caller
     return (
-        f"{what} {name} in backward, but a gradient of that weight arrived before and has updated it "
-        f"(FUSEPATCH_OPTIMIZER_IN_BACKWARD=1). Where several checkpointed regions use the weight, set "
-        f'gradient_checkpointing_kwargs={{"use_reentrant": False}}. {in_backward.DETACHED}'
+        f"{what} {attached.name(parameter)} in backward, but a gradient has already updated that weight "
+        f"({caller.asked}). Where several checkpointed regions use the weight, set {caller.without_reentrant}. "
+        f"{in_backward.read_detached(caller)}"
     )
 
 
@@ -146,8 +146,8 @@ def _watch(early: Collection[InBackward]) -> Any:
                 for attached in early if isinstance(tensor, Tensor) else ():
                     parameter = attached.updated_in(tensor)
                     if parameter is not None:
-                        what = f"a checkpointed region that is computed again reads (in {func})"
-                        raise InBackwardError(_too_late(what, attached.name(parameter)))
+                        what = f"a recomputed checkpointed region reads (in {func})"
+                        raise InBackwardError(_too_late(what, attached, parameter))
             return func(*args, **(kwargs or {}))
 
     return Watch()  # type: ignore[no-untyped-call]

@@ -1,8 +1,8 @@
 """Which parameters an optimizer class cannot serve, known before its first step.
 
-Constructors accept almost everything and the first step raises, after the model has been loaded and a batch computed; in one
-case it reads memory that is not its own. The answers come from the class where it has them (the signature of its `step`, the
-dispatcher), from what was measured where not.
+Constructors accept almost everything and the first step raises, after the model has been loaded and a batch computed;
+in one case it reads memory that is not its own. The answers come from the class where it has them (the signature of its
+`step`, the dispatcher), from what was measured where not.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fusepatch.optim.capability import dtensor_type, in_releases
 
@@ -21,7 +22,8 @@ BITSANDBYTES_KERNEL = "bitsandbytes::optimizer_update_8bit_blockwise"
 
 
 def obstacle(kind: type[torch.optim.Optimizer], parameters: Collection[torch.Tensor]) -> str | None:
-    """Why `kind` cannot train `parameters` in a framework's loop, as words for a sentence; None where nothing is known."""
+    """Why `kind` cannot train `parameters` in a framework's loop, as words for a sentence; None where nothing is
+    known."""
     closure = _required_by_step(kind)
     if closure:
         return f"its step() needs {closure}, and frameworks call step() without any argument"
@@ -42,19 +44,22 @@ def caution(kind: type[torch.optim.Optimizer], parameters: Collection[torch.Tens
         and any(distributed is not None and isinstance(parameter, distributed) for parameter in parameters)
     ):
         return (
-            f"the parameters are DTensors (FSDP2), and on a GPU with torch 2.11 its compiled step was seen to stop at the first one "
-            f"(OptimState8bit has no aten.view); torch 2.13 ran it; found is torch {_torch_version()}; take a newer one if it stops"
+            "the parameters are DTensors (FSDP2), and on a GPU with torch 2.11 its compiled step was seen to stop at "
+            f"the first one (OptimState8bit has no aten.view); torch 2.13 ran it; found torch {_torch_version()}; use "
+            "a newer torch if it stops"
         )
     # Set by torch on FSDP1's flat parameters and on the views of them that modules keep.
     if _derives(kind, "torchao") and any(getattr(parameter, "_fsdp_flattened", False) for parameter in parameters):
         return (
-            "the parameters are FSDP1's, whose optim_state_dict cannot gather its states: a checkpoint "
-            "that is made through it will fail (axolotl#2744, pytorch/ao#1185); save once early in the run, or use FSDP2"
+            "the parameters are FSDP1's, whose optim_state_dict cannot gather its states: a checkpoint that is made "
+            "through it will fail (pytorch/ao#1185); save once early in the run, or use FSDP2"
         )
     return None
 
 
-STATES: Mapping[tuple[str, str], tuple[frozenset[str], ...]] = {
+States: TypeAlias = Mapping[tuple[str, str], tuple[frozenset[str], ...]]
+
+STATES: States = {
     ("torch", "ASGD"): (frozenset({"step", "eta", "mu", "ax"}),),
     ("torch", "Adadelta"): (frozenset({"square_avg", "acc_delta"}),),
     ("torch", "Adafactor"): (frozenset({"step", "row_var", "col_var"}), frozenset({"step", "variance"})),
@@ -68,16 +73,14 @@ STATES: Mapping[tuple[str, str], tuple[frozenset[str], ...]] = {
     ("torch", "RMSprop"): (frozenset({"step", "square_avg"}),),
     ("torch", "Rprop"): (frozenset({"step", "prev", "step_size"}),),
     ("torchao", "_AdamBase"): (frozenset({"step", "exp_avg", "exp_avg_sq"}),),
-    ("transformers", "Adafactor"): (
-        frozenset({"step", "exp_avg_sq_row", "exp_avg_sq_col"}),
-        frozenset({"step", "exp_avg_sq"}),
-    ),
 }
-"""What a step takes for granted in a parameter's state once there is one, by the package and the class that define the step."""
+"""What a step takes for granted in a parameter's state once there is one, by the package and the class that define the
+step."""
 
 
 def lost_keys(optimizer: torch.optim.Optimizer, keys: Collection[str]) -> str | None:
-    """Which of `keys`, those that each param group has when it is constructed, are not there since something was loaded."""
+    """Which of `keys`, those that each param group has when it is constructed, are not there since something was
+    loaded."""
     for group in optimizer.param_groups:
         missing = sorted(set(keys) - set(group))
         if missing:
@@ -85,18 +88,20 @@ def lost_keys(optimizer: torch.optim.Optimizer, keys: Collection[str]) -> str | 
     return None
 
 
-def foreign_state(optimizer: torch.optim.Optimizer, states: Iterable[Mapping[str, Any]]) -> str | None:
+def foreign_state(
+    optimizer: torch.optim.Optimizer, states: Iterable[Mapping[str, Any]], more: States = MappingProxyType({})
+) -> str | None:
     """Why the states of a checkpoint cannot be trained with, since another class wrote them, as words for a sentence.
 
-    None where they can, and for classes whose step is not known.
+    None where they can, and for classes whose step is neither in `STATES` nor in `more`.
     """
     states = [state for state in states if state]
     if _derives(type(optimizer), "bitsandbytes"):
         return _foreign_to_bitsandbytes(optimizer, states)
     step = inspect.unwrap(type(optimizer).step)
     owner = step.__qualname__.rpartition(".")[0]
-    wanted = STATES.get((step.__module__.partition(".")[0], owner))
-    gathers = getattr(type(optimizer), "_init_group", step).__qualname__.rpartition(".")[0]
+    wanted = {**STATES, **more}.get((step.__module__.partition(".")[0], owner))
+    gathers = inspect.unwrap(getattr(type(optimizer), "_init_group", step)).__qualname__.rpartition(".")[0]
     if wanted is None or gathers != owner:
         return None
     for state in states:
@@ -107,7 +112,7 @@ def foreign_state(optimizer: torch.optim.Optimizer, states: Iterable[Mapping[str
 
 def _foreign(state: Mapping[Any, Any], wanted: str) -> str:
     found = ", ".join(sorted(map(str, state)))
-    return f"the states that were loaded have {found}, and wanted is {wanted}, so another class wrote them"
+    return f"the states that were loaded have {found}; wanted {wanted}, so another class wrote them"
 
 
 def _foreign_to_bitsandbytes(optimizer: Any, states: Collection[Mapping[str, Any]]) -> str | None:
@@ -149,7 +154,7 @@ def _required_by_step(kind: type[torch.optim.Optimizer]) -> str:
 def _sparse_only(kind: type[torch.optim.Optimizer]) -> str | None:
     if not _derives(kind, "torch.optim", ("SparseAdam",)):
         return None
-    return "it takes sparse gradients only, and parameters that were to be trained by AdamW, which takes none, have dense ones"
+    return "it takes sparse gradients only, but parameters that AdamW was to train have dense ones"
 
 
 def _matrices_only(kind: type[torch.optim.Optimizer], parameters: Collection[torch.Tensor]) -> str | None:
@@ -157,8 +162,8 @@ def _matrices_only(kind: type[torch.optim.Optimizer], parameters: Collection[tor
     if not others or not _derives(kind, "torch.optim", ("Muon",)):
         return None
     return (
-        f"it takes matrices only, and {len(others)} of {len(parameters)} parameters are none (biases and the weights of norms have "
-        f"one dimension); frameworks hand over all parameters of a model in one optimizer"
+        f"it takes matrices only, and {len(others)} of {len(parameters)} parameters are not (biases and the weights of "
+        "norms have one dimension); frameworks pass all parameters of a model in one optimizer"
     )
 
 
@@ -169,16 +174,16 @@ def _on_dtensors(kind: type[torch.optim.Optimizer], parameters: Iterable[torch.T
         return None
     if _derives(kind, "bitsandbytes"):
         return (
-            "the parameters are DTensors (FSDP2), and bitsandbytes' kernels take plain tensors only: they raise at the first step "
-            "or read memory that is not theirs (bitsandbytes#1633); torchao.optim.AdamW8bit serves DTensors"
+            "the parameters are DTensors (FSDP2), and bitsandbytes' kernels take plain tensors only: they raise at the "
+            "first step or read memory that is not theirs (bitsandbytes#1633); torchao.optim.AdamW8bit serves DTensors"
         )
     if _derives(kind, "torchao"):
         offloaded = [p for p in sharded if p.to_local().device.type not in (p.device_mesh.device_type, "meta")]
         if offloaded:
             return (
-                f"the parameters are DTensors of a {offloaded[0].device_mesh.device_type} mesh that are offloaded to the "
-                f"{offloaded[0].to_local().device.type}, and its compiled step mixes the two devices (pytorch/ao#1931); switch the "
-                f"CPU offload off"
+                f"the parameters are DTensors of a {offloaded[0].device_mesh.device_type} mesh that are offloaded to "
+                f"the {offloaded[0].to_local().device.type}, and its compiled step mixes the two devices "
+                "(pytorch/ao#1931); switch the CPU offload off"
             )
     return None
 
@@ -189,7 +194,7 @@ def _without_kernel(kind: type[torch.optim.Optimizer], parameters: Iterable[torc
     devices = {parameter.device.type for parameter in parameters} - {"meta"}
     library = getattr(sys.modules.get("bitsandbytes.cextension"), "lib", None)
     if "cuda" in devices and not getattr(library, "compiled_with_cuda", True):
-        return "bitsandbytes has found no library of its own for this CUDA; `python -m bitsandbytes` says what it looked for"
+        return "bitsandbytes found no library for this CUDA; `python -m bitsandbytes` says what it looked for"
     without = sorted(device for device in devices if not _has_kernel(device))
     if without:
         return f"this bitsandbytes has no optimizer kernels for parameters on {', '.join(without)}"

@@ -19,12 +19,13 @@ FRAMEWORKS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "verl": {},
     "trinity": {},
 }
-"""The values of `fused`, `foreach` and `eps` that each passes by itself: the Trainer's default `optim` and `adam_epsilon`. Any
-other value that arrives from them was written by the user in the framework's configuration (verl passes none of the
-three itself: what comes is `override_optimizer_config`)."""
+"""The values of `fused`, `foreach` and `eps` that each passes by itself: the Trainer's default `optim` and
+`adam_epsilon`. Any other value that arrives from them was written by the user in the framework's configuration (verl
+passes none of the three itself: what comes is `override_optimizer_config`)."""
 
 
 def own_values(caller: str) -> Mapping[str, tuple[Any, ...]] | None:
-    """What the framework that `caller` is a module of passes by itself; None where its optimizers are not to be touched."""
+    """What the framework that `caller` is a module of passes by itself; None where its optimizers are not to be
+    touched."""
     own = FRAMEWORKS.get(caller.partition(".")[0])
     return {} if own is None and settings.current().optimizer_scope == "all" else own

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Mapping
 
 _in_ray: str | None = None
-"""What this process is in Ray, once it is known: Ray takes the actor out again, and the worker's mode back, before the interpreter
-ends, when the last report is written."""
+"""What this process is in Ray, once it is known: Ray takes the actor out again, and the worker's mode back, before the
+interpreter ends, when the last report is written."""
 
 _MARKS = {
     # Of accelerate's variables this is one that a Trainer or an Accelerator never sets by itself.
@@ -24,8 +24,8 @@ def launcher(environ: Mapping[str, str]) -> str | None:
 def ray_worker() -> str | None:
     """`Ray actor` with its class, or `Ray worker`, where this process is one. Imports nothing.
 
-    An actor's class is known when the actor is made, so it is asked anew each time. Plain attributes only: asking Ray's core for an
-    actor's name in a process that runs a task aborts the process.
+    An actor's class is known when the actor is made, so it is asked anew each time. Plain attributes only: asking Ray's
+    core for an actor's name in a process that runs a task aborts the process.
     """
     global _in_ray
     module = sys.modules.get("ray._private.worker")

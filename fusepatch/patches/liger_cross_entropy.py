@@ -1,8 +1,8 @@
 """Whether the cross-entropy that Liger puts in place is one that the model's loss is computed with.
 
-Most functions of Liger replace `torch.nn.functional.cross_entropy`, at which every loss of transformers arrives. Some replace the
-name `CrossEntropyLoss` in the modeling module instead (in 0.8.5: gemma3, llama4, ministral, mistral, nemotron, paligemma,
-qwen2_vl, qwen2_5_vl), which the models of newer transformers do not use.
+Most functions of Liger replace `torch.nn.functional.cross_entropy`, at which every loss of transformers arrives. Some
+replace the name `CrossEntropyLoss` in the modeling module instead (in 0.8.5: gemma3, llama4, ministral, mistral,
+nemotron, paligemma, qwen2_vl, qwen2_5_vl), which the models of newer transformers do not use.
 """
 
 from __future__ import annotations

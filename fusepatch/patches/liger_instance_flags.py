@@ -2,8 +2,8 @@
 
 The environment is merged once, in the leaf functions (`apply_liger_kernel_to_<model>`), which every way into Liger
 passes: the two dispatchers, the dictionary `MODEL_TYPE_TO_APPLY_LIGER_FN` that axolotl reads, direct calls as in
-LLaMA-Factory, and the calls between Liger's own functions for vision-language models. The dispatchers only add the rule of the
-framework that called, and merge for a function that the user has registered in that dictionary.
+LLaMA-Factory, and the calls between Liger's own functions for vision-language models. The dispatchers only add the rule
+of the framework that called, and merge for a function that the user has registered in that dictionary.
 """
 
 from __future__ import annotations
@@ -191,8 +191,8 @@ def merge_flags(
 ) -> Merge:
     """Merge one call's flags with the environment's.
 
-    What the user wrote in code beats the environment, which beats what a framework hard-codes, which beats the automatic
-    rule. A framework's `fused_linear_cross_entropy=False` is never raised: its own forward depends on it.
+    What the user wrote in code beats the environment, which beats what a framework hard-codes, which beats the
+    automatic rule. A framework's `fused_linear_cross_entropy=False` is never raised: its own forward depends on it.
 
     Args:
         defaults: every flag that the model's function takes, with upstream's default.
@@ -231,8 +231,8 @@ def merge_flags(
         hard_coded_off = passed.flags.get(flag) is False and flag not in passed.automatic
         if flag == FUSED_LINEAR_CROSS_ENTROPY and value and hard_coded_off:
             refused.append(
-                f"{variable} was not followed: {passed.caller} passes {flag}=False because its own forward computes the "
-                f"loss, so Liger's would be hidden or would hide it; unset the variable"
+                f"{variable} was not followed: {passed.caller} passes {flag}=False because its own forward computes "
+                "the loss, so Liger's would be hidden or would hide it; unset the variable"
             )
             continue
         set_flag(flag, value, variable)
@@ -242,9 +242,9 @@ def merge_flags(
             continue
         if other in by_user and passed.flags.get(other):
             raise FlagConflictError(
-                f"{_variable(asked)}=1 contradicts {other}=True in the code of {passed.caller}: Liger computes the loss in "
-                f"one of the two ways and would stop with an AssertionError. No kernel was applied by this call; unset the "
-                f"variable or remove {other} from the code."
+                f"{_variable(asked)}=1 contradicts {other}=True in the code of {passed.caller}: Liger computes the "
+                "loss in one of the two ways and would stop with an AssertionError. No kernel was applied by this "
+                f"call; unset the variable or remove {other} from the code."
             )
         if passed.flags.get(other, without(other)):
             set_flag(other, False, f"implied by {_variable(asked)}=1")
@@ -269,8 +269,8 @@ def _call(proceed: Proceed, bound: inspect.BoundArguments, merge: Merge, default
                 bound.arguments.pop(CROSS_ENTROPY, None)
             ledger.refused(
                 ID,
-                f"{proceed.target.name}: {_variable(flag)}=1 was not followed: Liger refuses it ({error}); the model keeps "
-                f"{flag}={defaults[flag]}; unset the variable",
+                f"{proceed.target.name}: {_variable(flag)}=1 was not followed: Liger refuses it ({error}); the model "
+                f"keeps {flag}={defaults[flag]}; unset the variable",
             )
 
 
@@ -280,7 +280,8 @@ def _flags_in(arguments: Mapping[str, Any], signature: inspect.Signature) -> dic
 
 
 def _defaults(signature: inspect.Signature, known: frozenset[str] = frozenset()) -> dict[str, bool | None]:
-    """The flags of a function, with their defaults: parameters whose default is a bool, or that are `known` flags (None)."""
+    """The flags of a function, with their defaults: parameters whose default is a bool, or that are `known` flags
+    (None)."""
     return {
         name: parameter.default if isinstance(parameter.default, bool) else None
         for name, parameter in signature.parameters.items()
@@ -339,8 +340,8 @@ def _report_not_taken(application: _Application) -> None:
             taken = ", ".join(sorted(application.taken))
             ledger.refused(
                 ID,
-                f"{_variable(flag)}={int(value)} was not followed: {names} has no flag {flag}, it takes {taken}; the model is "
-                f"as Liger makes it without that flag; unset the variable for this model",
+                f"{_variable(flag)}={int(value)} was not followed: {names} has no flag {flag}, it takes {taken}; Liger "
+                "is applied without that flag; unset the variable for this model",
             )
         else:
             import difflib
@@ -361,7 +362,8 @@ def _record(name: str, replaced: tuple[str, ...], without: Collection[str] = ())
 
 
 def _note_fused_loss(model: Any, became: Mapping[str, bool], merge: Merge, passed: Passed) -> None:
-    """Keep for TRL's SFTTrainer, which asks it by argument, whether the model has Liger's fused linear cross-entropy."""
+    """Keep for TRL's SFTTrainer, which asks it by argument, whether the model has Liger's fused linear
+    cross-entropy."""
     if model is None or FUSED_LINEAR_CROSS_ENTROPY not in became:
         return
     if became[FUSED_LINEAR_CROSS_ENTROPY]:
@@ -384,9 +386,9 @@ def _report_lost_cross_entropy(name: str, passed: Passed) -> None:
     by_user = passed.by_user and bool(passed.flags.get(CROSS_ENTROPY))
     asked = f"{_variable(CROSS_ENTROPY)}=1" if by_variable else f"{CROSS_ENTROPY}=True"
     text = (
-        f"{name}: {asked} has no effect: Liger replaces the name CrossEntropyLoss for this model, which the model of the "
-        f"installed transformers does not use; torch computes the loss, and {FUSED_LINEAR_CROSS_ENTROPY} is off too, so "
-        f"neither of Liger's two losses is on"
+        f"{name}: {asked} has no effect: Liger replaces the name CrossEntropyLoss for this model, which the model of "
+        f"the installed transformers does not use; torch computes the loss, and {FUSED_LINEAR_CROSS_ENTROPY} is off "
+        "too, so neither of Liger's two losses is on"
     )
     if by_variable or by_user:
         ledger.refused(ID, f"{text}; unset it, or ask for {FUSED_LINEAR_CROSS_ENTROPY} instead")
@@ -408,7 +410,8 @@ def _report_dropped(application: _Application) -> None:
             what = "Liger dropped it"
         ledger.fallback(
             ID,
-            f"{first}: {flag}={value} from {application.passed.caller} has no effect: it is no flag of {first}; {what}",
+            f"{first}: {flag}={value} from {application.passed.caller} has no effect: it is not a flag of {first}; "
+            f"{what}",
         )
 
 
@@ -424,11 +427,12 @@ def _nothing_applied(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
 
 PATCH = Patch(
     id=ID,
-    promise="Granular Liger kernels in every framework, and none that hides a framework's own forward.",
+    promise="Choose Liger's kernels one by one in every framework, and none hides a framework's own forward.",
     why=(
-        "Frameworks apply Liger with one call that is all or nothing. With verl up to 0.7.1 and Liger from 0.6.0 that call puts a "
-        "fused linear cross-entropy forward on the model instance, which hides the forward that verl installs on the class "
-        "afterwards: its per-token log-probabilities go missing and rewards are wrong, without an error."
+        "Frameworks apply Liger with one call that is all or nothing. With verl up to 0.7.1 and Liger from 0.6.0 that "
+        "call puts a fused linear cross-entropy forward on the model instance, which hides the forward that verl "
+        "installs on the class afterwards: its per-token log-probabilities go missing and rewards are wrong, without "
+        "an error."
     ),
     upstream=(
         "https://github.com/volcengine/verl/issues/2609",
@@ -436,26 +440,31 @@ PATCH = Patch(
         "https://github.com/modelscope/Trinity-RFT/issues/273",
         "https://github.com/huggingface/transformers/issues/38905",
     ),
-    fixed_in="verl 0.8.0 and Trinity-RFT 0.6.0 pass fused_linear_cross_entropy=False themselves; no release has switches per kernel",
-    remove_when="no supported verl is older than 0.8.0, and every framework hands the user's flags to Liger",
+    fixed_in="verl 0.8.0 and Trinity-RFT 0.6.0 pass fused_linear_cross_entropy=False themselves; no release has "
+    "switches per kernel",
+    remove_when="no supported verl is older than 0.8.0, and every framework passes the user's flags to Liger",
     variables=("FUSEPATCH_LIGER_",),
     requested_by="",
     changes=(
-        "a call from verl or Trinity-RFT that does not say gets fused_linear_cross_entropy=False",
-        "every flag in the environment reaches the function of the model, over what a framework hard-codes",
-        "FUSEPATCH_LIGER_CROSS_ENTROPY=1 implies fused_linear_cross_entropy=False, which Liger would otherwise stop at",
-        "a flag that the model's function does not take, and a kernel that Liger refuses, are reported instead of dropped or raised",
-        "a cross_entropy=True that the model's loss does not go through (mistral, ministral, gemma3 and others with newer releases of "
-        "transformers) is reported, and not recorded as on",
-        "a function that the user has registered in MODEL_TYPE_TO_APPLY_LIGER_FN gets the same flags, by its own parameters",
+        "a call from verl or Trinity-RFT that does not set fused_linear_cross_entropy gets "
+        "fused_linear_cross_entropy=False",
+        "every flag in the environment reaches the model's function and replaces what a framework hard-codes",
+        "FUSEPATCH_LIGER_CROSS_ENTROPY=1 implies fused_linear_cross_entropy=False, because Liger refuses both together",
+        "a flag that the model's function does not take, and a kernel that Liger refuses, are reported instead of "
+        "silently dropped or raised as an error",
+        "a cross_entropy=True that the model's loss does not use (mistral, ministral, gemma3 and others with newer "
+        "releases of transformers) is reported as having no effect",
+        "a function that you registered in MODEL_TYPE_TO_APPLY_LIGER_FN gets the same flags, those that it has "
+        "parameters for",
     ),
     limits=(
-        "Liger replaces rope, RMSNorm and MLP in the modeling module for the whole process, and with cross_entropy=True "
-        "torch.nn.functional.cross_entropy itself: a later call with the flag off does not undo it, and other models see it",
-        "a framework's fused_linear_cross_entropy=False is never raised, whatever the environment says",
-        "a flag that a user's configuration passes for a vision-language model reaches Liger's nested text function only where "
-        "Liger passes it on; a variable reaches it always",
-        "a registered function that somebody takes out of the dictionary and calls is the user's own call, and is left alone",
+        "Liger replaces rope, RMSNorm and MLP in the modeling module for the whole process, and with "
+        "cross_entropy=True torch.nn.functional.cross_entropy itself: a later call with the flag off does not undo it, "
+        "and other models see it",
+        "a framework's fused_linear_cross_entropy=False is never changed to True, whatever the environment says",
+        "a flag that a user's configuration passes for a vision-language model reaches Liger's nested text function "
+        "only where Liger passes it on; a variable always reaches it",
+        "a registered function that your code looks up in the dictionary and calls itself is left alone",
     ),
     sites=(
         Site(

@@ -1,9 +1,9 @@
 """`optimizer.class`: the class of the optimizers that frameworks construct as `torch.optim.AdamW`.
 
-verl up to 0.6.0 and Trinity-RFT up to 0.4.0 name AdamW in their code; verl's `build_optimizer` and the Trainer arrive at it by
-default. One door serves them all: AdamW's own constructor, where the object that the caller is about to get becomes one of
-the class that was asked for. Classes that a user chose in a framework's configuration are other constructors' calls, and
-`optimizer_cls_and_kwargs` of the Trainer is looked at in its `create_optimizer`; both stand.
+verl up to 0.6.0 and Trinity-RFT up to 0.4.0 name AdamW in their code; verl's `build_optimizer` and the Trainer arrive
+at it by default. The patch wraps AdamW's constructor, where the object that the caller is about to get
+becomes one of the class that was asked for. Classes that a user chose in a framework's configuration are other
+constructors' calls, and `optimizer_cls_and_kwargs` of the Trainer is read in its `create_optimizer`; both are kept.
 """
 
 from __future__ import annotations
@@ -31,6 +31,14 @@ ID = "optimizer.class"
 SETTINGS_OF_FRAMEWORKS = frozenset({"lr", "betas", "weight_decay"})
 """What every framework passes from its own configuration, and what carries over to another class."""
 
+STATES = {
+    ("transformers", "Adafactor"): (
+        frozenset({"step", "exp_avg_sq_row", "exp_avg_sq_col"}),
+        frozenset({"step", "exp_avg_sq"}),
+    ),
+}
+"""Of the optimizers of frameworks, what `refusals.STATES` has of others."""
+
 _chosen_by_user: ContextVar[bool] = ContextVar("fusepatch_optimizer_chosen_by_user", default=False)
 """Inside a Trainer whose user gave `optimizer_cls_and_kwargs`."""
 
@@ -43,9 +51,9 @@ def construct(proceed: Proceed, optimizer: Any, *args: Any, **kwargs: Any) -> An
         return proceed(optimizer, *args, **kwargs)  # a subclass is not what frameworks hard-code
     own = own_values(caller)
     if own is None or _chosen_by_user.get():
-        whose = "code of your own constructs it (FUSEPATCH_OPTIMIZER_SCOPE=all includes it)"
+        whose = "your own code constructs it (FUSEPATCH_OPTIMIZER_SCOPE=all includes it)"
         if own is not None:
-            whose = "optimizer_cls_and_kwargs of the Trainer is the user's"
+            whose = "the Trainer was given optimizer_cls_and_kwargs"
         ledger.replaced(ID, f"AdamW in {caller} kept: {whose}, and beats FUSEPATCH_OPTIMIZER_CLASS={path}")
         return proceed(optimizer, *args, **kwargs)
     signature = inspect.signature(proceed.target.original)
@@ -60,8 +68,9 @@ def construct(proceed: Proceed, optimizer: Any, *args: Any, **kwargs: Any) -> An
         raise
     except Exception as error:
         raise OptimizerClassError(
-            f"FUSEPATCH_OPTIMIZER_CLASS={path}: the patch itself failed for AdamW in {caller}: {type(error).__name__}: {error}; no "
-            f"optimizer was constructed; please report this, and unset the variable for the framework's own class"
+            f"FUSEPATCH_OPTIMIZER_CLASS={path}: the patch itself failed for AdamW in {caller}: {type(error).__name__}: "
+            f"{error}; no optimizer was constructed; please report this, and unset the variable for the framework's "
+            "own class"
         ) from error
 
 
@@ -77,7 +86,8 @@ def _exchange(
     from fusepatch.optim import exchange, groups, refusals
 
     subject = f"AdamW in {caller}"
-    kind = exchange.resolve(path)
+    target = exchange.Target(path, "FUSEPATCH_OPTIMIZER_CLASS", "FUSEPATCH_OPTIMIZER_KWARGS")
+    kind = exchange.resolve(target)
     takes = exchange.accepts(kind)
     _, (_, params), *arguments = passed.items()
     params = groups.materialise(params)
@@ -85,7 +95,7 @@ def _exchange(
     given = _given(arguments, caller, own, takes, parameters)
     asked = settings.current().optimizer_kwargs
     own_groups = [member.own for member in members if member.own is not None]
-    planned = exchange.plan(path, takes, given, asked, own_groups, caller)
+    planned = exchange.plan(target, takes, given, asked, own_groups, caller)
     tensors = [tensor for member in members for tensor in member.tensors]
     obstacle = refusals.obstacle(kind, tensors)
     if obstacle is not None:
@@ -98,12 +108,14 @@ def _exchange(
         proceed(optimizer, params, **{**dict(arguments), **planned.kwargs})
         _watch_loading(optimizer, subject)
         return None
-    exchange.become(optimizer, path, kind, takes, params, planned.kwargs)
+    exchange.become(optimizer, target, kind, takes, params, planned.kwargs)
     carried = [name for name in planned.kwargs if name in given and name not in asked]
+    arguments_used = ", ".join(["parameters", *carried])
+    own_arguments = f" and {', '.join(asked)} from FUSEPATCH_OPTIMIZER_KWARGS" if asked else ""
     ledger.replaced(
         ID,
-        f"{subject}: class torch.optim.AdamW -> {path} (FUSEPATCH_OPTIMIZER_CLASS), constructed with the caller's parameters"
-        f"{', ' if carried else ''}{', '.join(carried)}{' and ' + ', '.join(asked) + ' of its own' if asked else ''}",
+        f"{subject}: class torch.optim.AdamW -> {path} (FUSEPATCH_OPTIMIZER_CLASS), constructed with the caller's "
+        f"{arguments_used}{own_arguments}",
     )
     _tell(subject, planned.notes)
     _watch_loading(optimizer, subject)
@@ -125,8 +137,8 @@ def _given(
     takes: Accepts,
     parameters: Mapping[str, inspect.Parameter],
 ) -> dict[str, Given]:
-    """The arguments of the call with where they come from; None counts as not passed, and so does AdamW's own default of
-    what the class does not have."""
+    """The arguments of the call with where they come from; None counts as not passed, and so does AdamW's own default
+    of what the class does not have."""
     from fusepatch.optim.exchange import Given
 
     of_framework = caller.partition(".")[0] in FRAMEWORKS
@@ -155,15 +167,17 @@ _RECORD: Mapping[str, Callable[[str, str], None]] = {"replaced": ledger.replaced
 
 def _refusal(path: str, subject: str, obstacle: str) -> OptimizerClassError:
     return OptimizerClassError(
-        f"{subject}: FUSEPATCH_OPTIMIZER_CLASS={path} cannot train these parameters: {obstacle}. No step was taken; name another "
-        f"class, or unset the variable for the framework's own."
+        f"{subject}: FUSEPATCH_OPTIMIZER_CLASS={path} cannot train these parameters: {obstacle}. No step was taken; "
+        "name another class, or unset the variable for the framework's own."
     )
 
 
 def _compare_groups(subject: str, optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """`load_state_dict` pre-hook: a checkpoint of another class is found out before its states are taken for this one's.
+    """`load_state_dict` pre-hook: a checkpoint of another class is found out before its states are taken for this
+    one's.
 
-    Returns what is to be loaded: with the flags that tell the class that was asked for from another one with the same keys.
+    Returns what is to be loaded: with the flags that tell the class that was asked for from another one with the same
+    keys.
     """
     from fusepatch.optim import refusals
 
@@ -177,9 +191,9 @@ def _compare_groups(subject: str, optimizer: Any, state_dict: dict[str, Any]) ->
         if (numbers and more) or (_FLAGS_OF_TORCH.issubset(more) and not is_below(kind.__module__, ("torch.optim",))):
             raise _refusal_of_checkpoint(
                 kind,
-                f"the checkpoint was written by an optimizer of another class: its param groups have {', '.join(more)}, and lack "
-                f"{', '.join(missing) or 'nothing'}. Its states mean something else there, and training would go on from wrong "
-                f"ones or stop at the next step. Nothing was loaded",
+                "the checkpoint was written by an optimizer of another class: its param groups have "
+                f"{', '.join(more)}, and lack {', '.join(missing) or 'nothing'}. Its states have another meaning "
+                "there: training would continue from wrong states or stop at the next step. Nothing was loaded",
             )
         kept = {
             name: live[name] for name in _OF_THE_CLASS if name in live and saved.get(name, live[name]) != live[name]
@@ -188,20 +202,21 @@ def _compare_groups(subject: str, optimizer: Any, state_dict: dict[str, Any]) ->
         for name, value in kept.items():
             ledger.replaced(
                 ID,
-                f"load_state_dict of {kind.__qualname__}, {subject}: {name}: {saved[name]} in the checkpoint -> {value}, which the "
-                f"class that was asked for has",
+                f"load_state_dict of {kind.__qualname__}, {subject}: {name}: {saved[name]} in the checkpoint -> "
+                f"{value}, the value of the class that was asked for",
             )
-    foreign = refusals.foreign_state(optimizer, state_dict["state"].values())
+    foreign = refusals.foreign_state(optimizer, state_dict["state"].values(), STATES)
     if foreign is not None:
         raise _refusal_of_checkpoint(
-            kind, f"{foreign}. Training would go on from wrong ones or stop at a later step. Nothing was loaded"
+            kind, f"{foreign}. Training would continue from wrong states or stop at a later step. Nothing was loaded"
         )
     rest = state_dict["param_groups"][len(groups) :]  # torch says what is wrong with their number
     return {**state_dict, "param_groups": [*groups, *rest]}
 
 
 def _look_for_keys(keys: Collection[str], optimizer: Any) -> None:
-    """`load_state_dict` post-hook: what the class reads in its groups and has not filled in by itself for older checkpoints."""
+    """`load_state_dict` post-hook: what the class reads in its groups and has not filled in by itself for older
+    checkpoints."""
     from fusepatch.optim import refusals
 
     found = refusals.lost_keys(optimizer, keys)
@@ -211,13 +226,14 @@ def _look_for_keys(keys: Collection[str], optimizer: Any) -> None:
 
 def _refusal_of_checkpoint(kind: type[Any], found: str) -> OptimizerClassError:
     return OptimizerClassError(
-        f"load_state_dict of {kind.__module__}.{kind.__qualname__}: {found}; start without the optimizer's checkpoint, or set "
-        f"FUSEPATCH_OPTIMIZER_CLASS to the class that wrote it"
+        f"load_state_dict of {kind.__module__}.{kind.__qualname__}: {found}; start without the optimizer's checkpoint, "
+        "or set FUSEPATCH_OPTIMIZER_CLASS to the class that wrote it"
     )
 
 
 _OF_THE_CLASS = ("decoupled_weight_decay",)
-"""Keys of a param group that are not hyperparameters but say which class it is: Adam and AdamW differ in nothing else."""
+"""Keys of a param group that are not hyperparameters but say which class it is: Adam and AdamW differ in nothing
+else."""
 
 _SCHEDULERS_OWN = frozenset({"params", "param_names", "initial_lr", "swa_lr"})
 """Keys of a param group that are not the optimizer class's."""
@@ -241,7 +257,7 @@ def _judged_at_first_step(path: str, subject: str) -> Callable[[Any, Any, Any], 
             obstacle = refusals.obstacle(type(optimizer), tensors)
             if obstacle is not None:
                 raise _refusal(path, f"{subject}, at the first step", obstacle)
-            foreign = refusals.foreign_state(optimizer, optimizer.state.values())
+            foreign = refusals.foreign_state(optimizer, optimizer.state.values(), STATES)
             if foreign is not None:
                 raise _refusal_of_checkpoint(type(optimizer), f"{foreign}. No step was taken")
             judged = True
@@ -251,7 +267,8 @@ def _judged_at_first_step(path: str, subject: str) -> Callable[[Any, Any, Any], 
 
 
 def construct_other(proceed: Proceed, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Handler of the base class's constructor: records of a class that a framework's configuration chose that it stands."""
+    """Handler of the base class's constructor: records of a class that a framework's configuration chose that it
+    stands."""
     path = settings.current().optimizer_class
     if path is not None and not _is_adamw(optimizer):
         kind = type(optimizer)
@@ -260,7 +277,8 @@ def construct_other(proceed: Proceed, optimizer: Any, *args: Any, **kwargs: Any)
         if caller.partition(".")[0] in FRAMEWORKS and not _is_at(path, kind):
             ledger.replaced(
                 ID,
-                f"{name} in {caller} kept: the framework's configuration chose it, and beats FUSEPATCH_OPTIMIZER_CLASS={path}",
+                f"{name} in {caller} kept: the framework's configuration chose it, and beats "
+                f"FUSEPATCH_OPTIMIZER_CLASS={path}",
             )
     return proceed(optimizer, *args, **kwargs)
 
@@ -281,11 +299,12 @@ def create_optimizer(proceed: Proceed, trainer: Any, *args: Any, **kwargs: Any) 
 
 PATCH = Patch(
     id=ID,
-    promise="Any optimizer class by its import path, in frameworks that hard-code AdamW too.",
+    promise="Use any optimizer class by its import path, also in frameworks that hard-code AdamW.",
     why=(
-        "verl up to 0.6.0 and Trinity-RFT up to 0.4.0 construct torch.optim.AdamW whatever the configuration says, the Trainer "
-        "knows a fixed list of names, and verl's build_optimizer hands its arguments to any class without looking whether it "
-        "takes them. 8-bit states, or an optimizer of one's own, mean editing the framework."
+        "verl up to 0.6.0 and Trinity-RFT up to 0.4.0 construct torch.optim.AdamW whatever the configuration says. The "
+        "Trainer accepts a fixed list of names. verl's build_optimizer passes its arguments to any class without "
+        "checking that the class accepts them. To train with 8-bit states, or with your own optimizer, you would have "
+        "to edit the framework."
     ),
     upstream=(
         "https://github.com/pytorch/ao/issues/1931",
@@ -293,31 +312,39 @@ PATCH = Patch(
         "https://github.com/pytorch/ao/issues/1185",
         "https://github.com/pytorch/torchtune/pull/2152",
     ),
-    fixed_in="verl 0.6.1 takes optimizer and optimizer_impl, unchecked; the Trainer's optimizer_cls_and_kwargs needs code",
-    remove_when="every framework takes a class by path and checks its arguments",
+    fixed_in="verl 0.6.1 has optimizer and optimizer_impl, without a check of the arguments; the Trainer's "
+    "optimizer_cls_and_kwargs needs code",
+    remove_when="every framework accepts a class by path and checks its arguments",
     variables=("FUSEPATCH_OPTIMIZER_CLASS", "FUSEPATCH_OPTIMIZER_KWARGS", "FUSEPATCH_OPTIMIZER_SCOPE"),
     requested_by="FUSEPATCH_OPTIMIZER_CLASS",
     changes=(
-        "where a framework constructs torch.optim.AdamW, the object that it gets is one of the class that "
-        "FUSEPATCH_OPTIMIZER_CLASS names: type(optimizer) is that class, built by its own constructor",
-        "the framework's learning rate, betas, weight decay and param groups carry over where the class takes them; what the "
-        "framework passes of itself (fused=True, eps=1e-8) does not, and what the class does not take is left out and recorded",
+        "a framework that constructs torch.optim.AdamW gets an object of the class that FUSEPATCH_OPTIMIZER_CLASS "
+        "names: type(optimizer) is that class, built by its own constructor",
+        "the framework's learning rate, betas, weight decay and param groups are passed on where the class accepts "
+        "them; the framework's own constants (fused=True, eps=1e-8) are not. An argument that the class does not "
+        "accept is left out and recorded",
         "FUSEPATCH_OPTIMIZER_KWARGS is checked against the constructor's signature before anything is constructed",
-        "a class that cannot be imported, is no optimizer, lacks an argument, or cannot train these parameters (bitsandbytes on "
-        "DTensors, torchao on offloaded DTensors, SparseAdam, Muon with biases, a step that needs a closure) is an error at the "
-        "construction, with the reason",
+        "a class that cannot be imported, is not an optimizer, lacks an argument, or cannot train these parameters "
+        "(bitsandbytes on DTensors, torchao on offloaded DTensors, SparseAdam, Muon with biases, a step that needs a "
+        "closure) raises an error when it is constructed, with the reason",
         "one of torch's classes then gets fused and foreach as optimizer.flags decides",
     ),
     limits=(
-        'optim="adamw_torch" and "adamw_torch_fused" cannot be told from the Trainer\'s default, nor optimizer="AdamW" from verl\'s; '
-        "they are exchanged, any other choice in a framework's configuration stands",
-        "a **kwargs of the class gets the learning rate where no constructor names it, and nothing else that was not asked for",
-        "the constructor runs on an object that was made as an AdamW; a metaclass that makes instances in its own way is refused",
-        "frameworks that hand a configuration to DeepSpeed or Megatron construct no optimizer of torch, and are not reached",
-        "the checkpoint of another optimizer class is refused where its param groups or its states show that it is one (of classes "
-        "that are neither torch's, torchao's, bitsandbytes' nor transformers' Adafactor, the groups alone are known); where both have "
-        "what the class reads (Adam, AdamW, NAdam and RAdam), it is loaded, and decoupled_weight_decay stays that of the class",
-        "the Trainer keeps embeddings in 32 bits for its own adamw_bnb_8bit; for a class by path it does not",
+        'optim="adamw_torch" and "adamw_torch_fused" cannot be distinguished from the Trainer\'s default, nor '
+        "optimizer=\"AdamW\" from verl's, so they are replaced too; any other choice in a framework's configuration is "
+        "kept",
+        "if no constructor of the class names the learning rate, its **kwargs get it, and nothing else that you did "
+        "not ask for",
+        "the constructor runs on an object that was created as an AdamW, so a class whose metaclass creates instances "
+        "in its own way is refused",
+        "frameworks that pass a configuration to DeepSpeed or Megatron do not construct an optimizer of torch, so the "
+        "patch does not apply there",
+        "a checkpoint of another optimizer class is refused if its param groups or states show that it is one (for "
+        "classes other than those of torch, torchao, bitsandbytes and transformers' Adafactor, only the param groups "
+        "are compared). If both have what the class reads (Adam, AdamW, NAdam and RAdam), it is loaded, and "
+        "decoupled_weight_decay stays that of the class",
+        "the Trainer keeps embeddings in 32 bits for its own adamw_bnb_8bit, but not for a class that is given by its "
+        "path",
     ),
     sites=(
         Site(

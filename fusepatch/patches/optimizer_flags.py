@@ -1,9 +1,9 @@
 """`optimizer.flags`: `fused`, `foreach` and `eps` of the optimizers that frameworks construct.
 
 The constructors of torch's classes are wrapped in place, so every way to them passes here: `create_optimizer` of the
-transformers Trainer and its heirs, `build_optimizer` and the older direct calls of verl, Trinity-RFT's workers. Who
-constructs is read off the stack. An optimizer is constructed once, with everything decided before: torch fills and keeps
-the caller's dictionaries, and a generator of parameters can be read only once.
+transformers Trainer and its subclasses, `build_optimizer` and the older direct calls of verl, Trinity-RFT's workers.
+Who constructs is read off the stack. An optimizer is constructed once, with everything decided before: torch fills and
+keeps the caller's dictionaries, and a generator of parameters can be read only once.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ CLASSES = {
 torch deletes the attributes of most)."""
 
 
+VARIABLES_OF_FLAGS = {flag: f"FUSEPATCH_OPTIMIZER_{flag.upper()}" for flag in ("fused", "foreach", "eps")}
+
 FUSED = frozenset({"Adam", "AdamW", "SGD", "Adagrad"})
 """Those that have a fused form."""
 
@@ -54,9 +56,10 @@ FUSED = frozenset({"Adam", "AdamW", "SGD", "Adagrad"})
 class _Managed:
     """An optimizer whose flags are decided here, and what they are decided from, also for groups that are added later.
 
-    `name` is torch's class whose constructor is wrapped, `takes` that constructor's parameters, `passed` the flags of the
-    call, `own` the values of `frameworks.FRAMEWORKS` that the caller passes by itself. `plain` is what `fused` and `foreach` of
-    each group would be without this patch, `plain_call` the same for a group that is not among them (a copy that someone made).
+    `name` is torch's class whose constructor is wrapped, `takes` that constructor's parameters, `passed` the flags of
+    the call, `own` the values of `frameworks.FRAMEWORKS` that the caller passes by itself. `plain` is what `fused` and
+    `foreach` of each group would be without this patch, `plain_call` the same for a group that is not among them (a
+    copy that someone made).
     """
 
     def __init__(
@@ -120,8 +123,8 @@ _RECORD: Mapping[str, Callable[[str, str], None]] = {
 }
 
 _managed: dict[int, tuple[weakref.ref[Any], _Managed]] = {}
-"""By the optimizer's id, since an optimizer may compare by value and be unhashable. Nothing is kept on the optimizer itself: it
-pickles, copies and compiles as an ordinary one."""
+"""By the optimizer's id, since an optimizer may compare by value and be unhashable. Nothing is kept on the optimizer
+itself: it pickles, copies and compiles as an ordinary one."""
 
 
 def _manage(optimizer: Any, managed: _Managed) -> None:
@@ -198,8 +201,8 @@ def construct(proceed: Proceed, optimizer: Any, *args: Any, **kwargs: Any) -> An
 def _take_over(managed: _Managed, group: dict[str, Any], decision: Decision, plain: Mapping[str, Any]) -> None:
     """Fuse a group where that was decided here.
 
-    In the group and not in the call: a constructor that is given `fused=True` has GradScaler leave the unscaling and the
-    skipping to the kernels, so that AcceleratedOptimizer and schedulers no longer see skipped steps
+    In the group and not in the call: a constructor that is given `fused=True` has GradScaler leave the unscaling and
+    the skipping to the kernels, so that AcceleratedOptimizer and schedulers no longer see skipped steps
     (huggingface/accelerate#4242).
     """
     managed.plain.append((group, plain))
@@ -208,7 +211,8 @@ def _take_over(managed: _Managed, group: dict[str, Any], decision: Decision, pla
 
 
 def add_param_group(proceed: Proceed, optimizer: Any, param_group: Any, *args: Any, **kwargs: Any) -> Any:
-    """Handler of `Optimizer.add_param_group`: a group that comes later is judged as if it had been there from the start."""
+    """Handler of `Optimizer.add_param_group`: a group that comes later is judged as if it had been there from the
+    start."""
     managed = _managed_by(optimizer)
     if managed is None or not isinstance(param_group, dict):
         return proceed(optimizer, param_group, *args, **kwargs)
@@ -243,17 +247,18 @@ def _has_flags(kind: type[Any]) -> bool:
 
 def _tell_of_other(subject: str) -> None:
     request = _request()
-    asked = ["FUSEPATCH_OPTIMIZER_FUSED=1"] if request.fused is True else []
-    asked += ["FUSEPATCH_OPTIMIZER_FOREACH=1"] if request.foreach else []
-    asked += [f"FUSEPATCH_OPTIMIZER_EPS={request.eps:g}"] if request.eps is not None else []
+    asked = ["fused"] if request.fused is True else []
+    asked += ["foreach"] if request.foreach else []
+    asked += ["eps"] if request.eps is not None else []
     if asked:
         ledger.refused(
             ID,
-            f"{subject}: {', '.join(asked)} was not followed: the class is none of torch's that have fused or foreach; it is "
-            f"constructed as the framework wrote it; pass what the class has through the framework's configuration",
+            f"{subject}: {', '.join(map(request.said, asked))} was not followed: the class is not one of torch's with "
+            "fused or foreach, so it is constructed as the framework wrote it; set what the class has through the "
+            "framework's configuration",
         )
     elif request.fused is None:
-        ledger.fallback(ID, f"{subject}: not fused: the class is none of torch's that have fused or foreach")
+        ledger.fallback(ID, f"{subject}: not fused: the class is not one of torch's with fused or foreach")
 
 
 def _request() -> Request:
@@ -261,11 +266,12 @@ def _request() -> Request:
 
     current = settings.current()
     fused = None if current.optimizer_fused == "auto" else current.optimizer_fused
-    return Request(fused, current.optimizer_foreach, current.optimizer_eps)
+    return Request(fused, current.optimizer_foreach, current.optimizer_eps, VARIABLES_OF_FLAGS)
 
 
 def _decide_all(optimizer: Any, managed: _Managed, call: _Call) -> list[tuple[Decision, Mapping[str, Any]]]:
-    """Decide every group and write the call; returns each group's decision, and its flags as they would be without it."""
+    """Decide every group and write the call; returns each group's decision, and its flags as they would be without
+    it."""
     from fusepatch.optim import groups
     from fusepatch.optim.flags import FLAGS
 
@@ -335,8 +341,8 @@ def _decide(
         dtype = capability.becomes_zero(request.eps, tensors)
         if dtype is not None:
             text = (
-                f"FUSEPATCH_OPTIMIZER_EPS={request.eps:g} is 0 in {dtype}, the dtype of parameters of this optimizer: a gradient "
-                f"of 0 makes them NaN; use a larger value"
+                f"FUSEPATCH_OPTIMIZER_EPS={request.eps:g} is 0 in {dtype}, the dtype of parameters of this optimizer: "
+                "a gradient of 0 makes them NaN; use a larger value"
             )
             decision = decision._replace(notes=(*decision.notes, flags.Note("warning", text)))
     return decision
@@ -360,8 +366,8 @@ def _devices(param_groups: list[dict[str, Any]]) -> set[str]:
 
 
 def load_state_dict(proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
-    """Handler of `Optimizer.load_state_dict`: a checkpoint's groups bring everything but the flags, which stay the optimizer's
-    own."""
+    """Handler of `Optimizer.load_state_dict`: a checkpoint's groups bring everything but the flags, which stay the
+    optimizer's own."""
     optimizer: Any
     optimizer, *rest = args or (kwargs.pop("self"),)
     state_dict = rest[0] if rest else kwargs.get("state_dict")
@@ -400,8 +406,8 @@ def _with_own_flags(optimizer: Any, managed: _Managed, state_dict: dict[str, Any
         if lost:
             ledger.refused(
                 ID,
-                f"{subject}: FUSEPATCH_OPTIMIZER_EPS={asked:g} does not outlast the loading: eps={', '.join(map(str, sorted(lost)))} "
-                f"comes from the checkpoint, as every number in its param groups does; change it there",
+                f"{subject}: FUSEPATCH_OPTIMIZER_EPS={asked:g} is not kept: eps={', '.join(map(str, sorted(lost)))} "
+                "comes from the checkpoint, like every number in its param groups; change it there",
             )
     return {**state_dict, "param_groups": groups}
 
@@ -427,7 +433,8 @@ def state_dict(proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
 
 
 def reduce(proceed: Proceed, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Handler of `Optimizer.__reduce_ex__`: pickles and copies are ordinary optimizers, with the flags as they would be."""
+    """Handler of `Optimizer.__reduce_ex__`: pickles and copies are ordinary optimizers, with the flags as they would
+    be."""
     result = proceed(optimizer, *args, **kwargs)
     managed = _managed_by(optimizer)
     if managed is None or not (isinstance(result, tuple) and len(result) > 2 and isinstance(result[2], dict)):
@@ -452,7 +459,8 @@ def _plain_flags(managed: _Managed, group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_plain_step(state: dict[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
-    """A parameter's state with `step` as an unfused optimizer keeps it: on the CPU, where reading it costs no waiting."""
+    """A parameter's state with `step` as an unfused optimizer keeps it: on the CPU, where reading it costs no
+    waiting."""
     import torch
 
     step = state.get("step")
@@ -477,9 +485,9 @@ def _contained(managed: _Managed, consequence: str) -> Iterator[None]:
 def init_group(proceed: Proceed, optimizer: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
     """Handler of `_init_group`, in which a step gathers what it hands to the kernel: parameters, gradients and states.
 
-    Every step of a fused group is looked at here, for gradients are new each time, and frameworks shard, swap and offload
-    parameters and states in place. Where something is not as the kernel presumes, the group goes on unfused: the step
-    reads the flag after this.
+    Every step of a fused group is looked at here, for gradients are new each time, and frameworks shard, swap and
+    offload parameters and states in place. Where something is not as the kernel presumes, the group goes on unfused:
+    the step reads the flag after this.
     """
     managed = _managed_by(optimizer)
     if managed is None or managed.looking or not group.get("fused"):
@@ -530,8 +538,9 @@ def _look(
     elif not managed.warned:
         managed.warned = True
         ledger.warn_once(
-            f"{ID}: {managed.subject}, at a step: fused=True is not this patch's and stays, but {reason}: torch's fused kernel "
-            f"trains on wrong numbers without a word there, or its step raises; pass fused=False, or FUSEPATCH_OPTIMIZER_FUSED=0 where a framework passes it"
+            f"{ID}: {managed.subject}, at a step: fused=True was not set by this patch and is kept, but {reason}: "
+            "torch's fused kernel then silently trains on wrong numbers, or its step raises; pass fused=False, or set "
+            "FUSEPATCH_OPTIMIZER_FUSED=0 if a framework passes it"
         )
 
 
@@ -561,7 +570,8 @@ def _before(optimizer: Any, managed: _Managed, group: dict[str, Any], ours: bool
 
 
 def _after(optimizer: Any, managed: _Managed, lists: Mapping[str, list[Any]], ours: bool) -> str | None:
-    """Why what was gathered is nothing for a fused kernel. A state that only has other strides is copied into its parameter's."""
+    """Why what was gathered is nothing for a fused kernel. A state that only has other strides is copied into its
+    parameter's."""
     from fusepatch.optim import layout
 
     parameters, gradients, *_ = lists.values()
@@ -584,14 +594,15 @@ def _after(optimizer: Any, managed: _Managed, lists: Mapping[str, list[Any]], ou
         ledger.replaced(ID, f"{managed.subject}: {reason}: copied into the parameter's strides")
     steps = lists.get("state_steps", [])
     if len({id(step) for step in steps}) != len(steps):
-        return "several parameters have one `step` between them"
+        return "several parameters share one `step`"
     if ours and steps:
         _on_device(optimizer, parameters, steps)
     return None
 
 
 def _on_device(optimizer: Any, parameters: Sequence[Any], steps: list[Any]) -> None:
-    """Put each `step` where the kernel reads it: Adagrad makes it before its group is fused, and offloading moves it."""
+    """Put each `step` where the kernel reads it: Adagrad makes it before its group is fused, and offloading moves
+    it."""
     import torch
 
     if {step.dtype for step in steps} == {torch.float32} and {step.is_cpu for step in steps} == {parameters[0].is_cpu}:
@@ -618,18 +629,17 @@ def _fall_back(optimizer: Any, managed: _Managed, group: dict[str, Any], reason:
     _unfuse(optimizer, managed, group, steps)
     text = f"{managed.subject}, at a step"
     if _request().fused is True:
-        ledger.refused(
-            ID, f"{text}: FUSEPATCH_OPTIMIZER_FUSED=1 was not followed: {reason}; torch's own default is left"
-        )
+        ledger.refused(ID, f"{text}: FUSEPATCH_OPTIMIZER_FUSED=1 was not followed: {reason}; torch's default is used")
     else:
         ledger.fallback(ID, f"{text}: not fused: {reason}")
 
 
 def release() -> None:
-    """Make every optimizer the one that its framework constructed: without the wrappers nothing looks at its steps any more."""
+    """Make every optimizer the one that its framework constructed: without the wrappers nothing looks at its steps any
+    more."""
     for reference, managed in [*_managed.values()]:
         optimizer = reference()
-        with _contained(managed, "it goes on with the flags that it has"):
+        with _contained(managed, "it continues with the flags that it has"):
             for group in optimizer.param_groups if optimizer is not None else ():
                 if managed.chose_fused(group):
                     _unfuse(optimizer, managed, group, [])
@@ -666,9 +676,10 @@ PATCH = Patch(
     id=ID,
     promise="Fused optimizers in every framework, where they can run; foreach and eps on request.",
     why=(
-        "Frameworks construct AdamW with torch's multi-tensor default, which needs about one more copy of the parameters at every "
-        "step and is slower than the fused kernel. A hard-coded fused=True stops at the first step where it cannot run, and "
-        "verl's configuration has no eps at all. A checkpoint made without the flag takes it away again when it is loaded."
+        "Frameworks construct AdamW with torch's multi-tensor default, which needs about one more copy of the "
+        "parameters at every step and is slower than the fused kernel. A hard-coded fused=True stops at the first step "
+        "where it cannot run, and verl's configuration has no eps at all. Loading a checkpoint that was saved without "
+        "the flag removes it."
     ),
     upstream=(
         "https://github.com/volcengine/verl/issues/2556",
@@ -678,8 +689,9 @@ PATCH = Patch(
         "https://github.com/huggingface/accelerate/issues/4242",
         "https://github.com/pytorch/pytorch/issues/191763",
     ),
-    fixed_in="transformers passes fused=True from 4.54.1 with torch 2.8 and its default optim; no verl or Trinity-RFT does",
-    remove_when="torch chooses the fused kernel by itself, and load_state_dict leaves the flag alone",
+    fixed_in="transformers passes fused=True from 4.54.1 with torch 2.8 and its default optim; verl and Trinity-RFT do "
+    "not",
+    remove_when="torch chooses the fused kernel by itself, and load_state_dict keeps the flag",
     variables=(
         "FUSEPATCH_OPTIMIZER_FUSED",
         "FUSEPATCH_OPTIMIZER_FOREACH",
@@ -688,33 +700,35 @@ PATCH = Patch(
     ),
     requested_by="",
     changes=(
-        "an optimizer of torch that transformers, TRL, verl, Trinity-RFT, LLaMA-Factory, axolotl, ms-swift or AReaL constructs "
-        "without saying gets fused=True, per param group, where class, device, dtype, mesh and memory allow it; where not, the "
-        "reason is recorded",
-        "every step is looked at before the kernel runs: parameters that are dense and apart, gradients and states laid out as "
-        "their parameters; where that does not hold, the group goes on unfused, and a loaded state that only has other strides "
-        "is copied into its parameter's",
-        "loss scaling stays GradScaler's: skipped steps are seen, and schedules wait (huggingface/accelerate#4242)",
-        "the variables reach those optimizers over what the framework hard-codes (fused=True and eps=1e-8 of the Trainer)",
-        "fused and foreach are never both true, whoever set the other one",
-        "load_state_dict leaves fused and foreach as the optimizer was constructed; learning rate, betas, eps and the state are "
-        "the checkpoint's",
-        "state_dict() holds both as they would be without this patch, so that a run which resumes without it is an ordinary one",
-        "groups that are added later are judged in the same way",
+        "an optimizer of torch that transformers, TRL, verl, Trinity-RFT, LLaMA-Factory, axolotl, ms-swift or AReaL "
+        "constructs without setting the flag gets fused=True, per param group, where class, device, dtype, mesh and "
+        "memory allow it; otherwise the reason is recorded",
+        "every step is checked before the kernel runs: parameters must be dense and share no memory, and gradients and "
+        "states must have the layout of their parameters. Otherwise the group continues unfused; a loaded state that "
+        "differs in its strides alone is copied into its parameter's",
+        "loss scaling stays with GradScaler: skipped steps are detected, and schedules wait "
+        "(huggingface/accelerate#4242)",
+        "the variables apply to those optimizers and replace what the framework hard-codes (fused=True and eps=1e-8 of "
+        "the Trainer)",
+        "fused and foreach are never both true, whoever set them",
+        "load_state_dict keeps fused and foreach as the optimizer was constructed; learning rate, betas, eps and the "
+        "state are the checkpoint's",
+        "state_dict() holds both as they would be without this patch, so a run can resume without it",
+        "param groups that are added later are handled in the same way",
     ),
     limits=(
-        "in bfloat16 and float16 parameters a fused step computes in float32 inside the kernel, so results differ from the "
-        "multi-tensor form by roundings; state dtypes are the same",
-        "a value in a framework's configuration that differs from the framework's default counts as the user's and beats the "
-        "variables (adam_epsilon=1e-6, override_optimizer_config); one that equals the default cannot be told from it, so "
-        'FUSEPATCH_OPTIMIZER_FUSED=0 also removes an explicit optim="adamw_torch_fused"',
-        "a subclass with a constructor of its own counts as code of the module that defines it",
-        "a framework's own fused=True stays, also where torch will refuse it at the first step, which is recorded, or train on wrong "
-        "numbers, which is one warning",
-        "a pickle or deep copy is the optimizer that the framework constructed, without the flag; so is the optimizer itself "
-        "after fusepatch.deactivate()",
+        "in bfloat16 and float16 parameters a fused step computes in float32 inside the kernel, so results differ from "
+        "the multi-tensor form by roundings; state dtypes are the same",
+        "a value in a framework's configuration that differs from the framework's default counts as the user's and "
+        "beats the variables (adam_epsilon=1e-6, override_optimizer_config); one that equals the default cannot be "
+        'distinguished from it, so FUSEPATCH_OPTIMIZER_FUSED=0 also removes an explicit optim="adamw_torch_fused"',
+        "a subclass with its own constructor counts as code of the module that defines it",
+        "a framework's own fused=True is kept, even where torch will refuse it at the first step (this is recorded) or "
+        "train on wrong numbers (this triggers one warning)",
+        "a pickle or deep copy is the optimizer that the framework constructed, without the flag; so is the optimizer "
+        "itself after fusepatch.deactivate()",
         "a step that torch.compile compiles is not fused: the compiler fuses it in its own way",
-        "a subclass with a step or _init_group of its own is not fused by itself, for nothing looks at its steps",
+        "a subclass with its own step or _init_group is not fused automatically, because nothing checks its steps",
         "optimizers that are not torch's (bitsandbytes, torchao, DeepSpeed's) are left alone",
     ),
     sites=(

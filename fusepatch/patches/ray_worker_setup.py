@@ -1,8 +1,9 @@
 """`ray.worker_setup`: what the driver has switched on also holds in its Ray workers.
 
-`ray.init` gets two things into the job's `runtime_env`: the `FUSEPATCH*` variables, which exist before a worker's interpreter
-starts, and a `worker_process_setup_hook`, which runs in every worker before any task or actor. The hook travels by value: a
-name, or a function of this package, would kill every worker of a cluster in which fusepatch is not installed.
+`ray.init` gets two things into the job's `runtime_env`: the `FUSEPATCH*` variables, which exist before a worker's
+interpreter starts, and a `worker_process_setup_hook`, which runs in every worker before any task or actor. The hook
+travels by value: a name, or a function of this package, would kill every worker of a cluster in which fusepatch is not
+installed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from fusepatch.patches.upstreams import RAY
 ID = "ray.worker_setup"
 
 SUBMITTED_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-"""The variable in which `ray job submit` hands its runtime_env to the driver, as JSON. Ray refuses a key on both sides."""
+"""The variable in which `ray job submit` hands its runtime_env to the driver, as JSON. Ray refuses a key on both
+sides."""
 
 PROCESSED_HOOK = "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR"
 """What Ray makes of a hook, in the env_vars of the very dict that it was given: its dotted name, or a key."""
@@ -41,10 +43,10 @@ def init(proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
     ledger.count_call(ID)
     job_config = kwargs.get("job_config")
     if sys.modules["ray"].is_initialized():
-        ledger.fallback(ID, "ray.init: Ray was initialised already, and ignores the runtime_env of a second call")
+        ledger.fallback(ID, "ray.init: Ray is already initialised, and ignores the runtime_env of a second call")
         return proceed(*args, **kwargs)
     if kwargs.get("_skip_env_hook") or getattr(job_config, "_client_job", False):
-        ledger.fallback(ID, "ray.init: a call of Ray's own services, or for a client that has prepared its environment")
+        ledger.fallback(ID, "ray.init: called by Ray's own services, or for a client that has prepared its environment")
         return proceed(*args, **kwargs)
     submitted = json.loads(os.environ.get(SUBMITTED_JOB) or "{}").get("runtime_env") or {}
     given = kwargs.get("runtime_env")
@@ -63,8 +65,8 @@ def warn_of_running_job(module: ModuleType) -> None:
     if not ray.is_initialized() or module.global_worker.mode == module.WORKER_MODE:
         return
     text = (
-        "Ray was initialised before fusepatch was activated, and the runtime_env of its job is fixed by then: its workers run "
-        "unpatched; import fusepatch before ray.init, or give the actors that train a "
+        "Ray was initialised before fusepatch was activated, so the runtime_env of its job can no longer be changed: "
+        "its workers run unpatched; import fusepatch before ray.init, or give the actors that train a "
         'runtime_env={"env_vars": {"FUSEPATCH": "1"}} of their own'
     )
     ledger.fallback(ID, text)
@@ -84,7 +86,7 @@ def _merged(given: Mapping[str, Any], submitted: Mapping[str, Any], client: bool
     theirs = dict(given.get("env_vars") or {})
     stated = {**(submitted.get("env_vars") or {}), **theirs}
     if stated.get("FUSEPATCH", "1").strip() == "0":
-        ledger.fallback(ID, "ray.init: FUSEPATCH=0 in env_vars keeps the workers of this job off")
+        ledger.fallback(ID, "ray.init: FUSEPATCH=0 in env_vars keeps the workers of this job unpatched")
         return merged
     ours = {name: value for name, value in _variables().items() if name not in stated}
     merged["env_vars"] = {**theirs, **ours}
@@ -98,8 +100,9 @@ def _merged(given: Mapping[str, Any], submitted: Mapping[str, Any], client: bool
         ledger.replaced(ID, f"ray.init: worker_process_setup_hook: fusepatch's own{before}")
     else:
         text = (
-            f"ray.init: no setup hook: {obstacle}; the variables travel, and the start-up file switches on those workers that "
-            f"have fusepatch installed; the others run unpatched and say nothing, which FUSEPATCH_REPORT brings to light"
+            f"ray.init: no setup hook: {obstacle}; the variables are passed all the same, and the start-up file "
+            "activates the workers that have fusepatch installed; the others run unpatched without a message "
+            "(FUSEPATCH_REPORT shows which processes are patched)"
         )
         ledger.fallback(ID, text)
         ledger.warn_once(f"{ID}: {text}")
@@ -114,12 +117,12 @@ def _obstacle(given: Mapping[str, Any], submitted: Mapping[str, Any], client: bo
         return "Ray's client (ray://) runs none"
     beside = [name for name in NO_HOOK_BESIDE if given.get(name) or submitted.get(name)]
     if beside:
-        return f"Ray takes none beside {beside[0]}"
+        return f"Ray accepts none together with {beside[0]}"
     if processed.startswith(PROCESSED_CALLABLE):
         return "the runtime_env was processed by an earlier ray.init, and its hook cannot be read back"
     in_job = submitted.get("worker_process_setup_hook") or (submitted.get("env_vars") or {}).get(PROCESSED_HOOK)
     if in_job and not given.get("worker_process_setup_hook"):
-        return f"the submitted job has one ({in_job}), and Ray takes one"
+        return f"the submitted job has one ({in_job}), and Ray accepts only one"
     return None
 
 
@@ -131,8 +134,8 @@ def _variables() -> dict[str, str]:
 def fusepatch_worker_setup(theirs: Callable[[], object] | str | None = None) -> None:
     """The hook, then the user's own (a function, or a dotted name as Ray takes it).
 
-    It is sent as code: it may use nothing of this module. What goes wrong on our side is said in the worker's log, which
-    Ray shows in the driver's, and the worker lives; what the user's own hook raises is Ray's to handle.
+    It is sent as code: it may use nothing of this module. What goes wrong on our side is said in the worker's log,
+    which Ray shows in the driver's, and the worker lives; what the user's own hook raises is Ray's to handle.
     """
     import importlib
     import os
@@ -168,11 +171,11 @@ def _by_value(function: Any, theirs: Callable[[], object] | str | None) -> Calla
 
 PATCH = Patch(
     id=ID,
-    promise="What the driver has switched on also holds in its Ray workers.",
+    promise="What is switched on in the driver is also on in its Ray workers.",
     why=(
-        "verl, Trinity-RFT, OpenRLHF and Ray Train build their models and optimizers in Ray actors. An import in the driver does "
-        "not reach them, and workers of a cluster that was started elsewhere do not even inherit the driver's environment: the "
-        "patches would silently do nothing."
+        "verl, Trinity-RFT, OpenRLHF and Ray Train build their models and optimizers in Ray actors. An import in the "
+        "driver does not reach them, and workers of a cluster that was started elsewhere do not even inherit the "
+        "driver's environment: the patches would silently do nothing."
     ),
     upstream=(
         "https://github.com/ray-project/ray/issues/12627",
@@ -185,23 +188,25 @@ PATCH = Patch(
     variables=(),
     requested_by="",
     changes=(
-        "ray.init, called or automatic, gets FUSEPATCH=1 and the variables in force into runtime_env['env_vars'], and a "
-        "worker_process_setup_hook that imports fusepatch in every worker of the job before any task or actor: nested "
-        "and restarted actors too",
-        "the user's own stand: env_vars by key (FUSEPATCH=0 keeps the workers off), a hook by name or function (it runs after "
-        "ours), working_dir and all other fields, a job_config; none of these objects is changed, so that the same dict "
-        "can be used again",
-        "under `ray job submit`, keys and a hook that the job has already are left out, which Ray would refuse to merge",
-        "a worker that cannot import fusepatch, or cannot read a variable, says so in its log and lives",
+        "ray.init, called or automatic, gets FUSEPATCH=1 and the current variables in runtime_env['env_vars'], and a "
+        "worker_process_setup_hook that imports fusepatch in every worker of the job before any task or actor; nested "
+        "and restarted actors are included",
+        "what you pass is kept: env_vars by key (FUSEPATCH=0 keeps the workers unpatched), a hook by name or function "
+        "(it runs after fusepatch's), working_dir and all other fields, a job_config. None of these objects is "
+        "changed, so the same dict can be used again",
+        "under `ray job submit`, keys and a hook that the job already has are left out, because Ray would refuse to "
+        "merge them",
+        "a worker that cannot import fusepatch, or cannot read a variable, says so in its log and keeps running",
     ),
     limits=(
-        "where Ray was initialised before fusepatch was activated, its workers are out of reach; a warning says so",
-        "through ray://, beside a container or image_uri, and where a submitted job has a hook of its own, only the variables "
-        "travel; the start-up file then switches workers on, and where it is not installed nobody says so",
+        "if Ray was initialised before fusepatch was activated, its workers are not patched; a warning says so",
+        "through ray://, with a container or image_uri, and where a submitted job has its own hook, only the variables "
+        "are passed. The start-up file then activates the workers; a worker without it runs unpatched and does not say "
+        "so",
         "ray.client(...).connect() to a remote cluster does not pass ray.init",
-        "with the patch disabled or taken out, workers of a cluster that this process starts still inherit FUSEPATCH=1 from "
-        "it, as every child does",
-        "deactivate(id) in the driver does not travel; FUSEPATCH_DISABLE does",
+        "with the patch disabled or deactivated, workers of a cluster that this process starts still inherit "
+        "FUSEPATCH=1 from it, as every child does",
+        "deactivate(id) in the driver does not affect the workers; FUSEPATCH_DISABLE does",
     ),
     sites=(
         Site(

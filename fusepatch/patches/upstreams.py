@@ -1,4 +1,5 @@
-"""The libraries that are patched: the distributions that ship each, and the releases in which its patches were tested."""
+"""The libraries that are patched: the distributions that ship each, and the releases in which its patches were
+tested."""
 
 from __future__ import annotations
 

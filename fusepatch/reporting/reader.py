@@ -1,4 +1,5 @@
-"""Reads the reports of many processes (`FUSEPATCH_REPORT`): which process trains with what, which are alike, what is not applied."""
+"""Reads the reports of many processes (`FUSEPATCH_REPORT`): which process trains with what, which are alike, what is
+not applied."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from fusepatch.reporting.record import checked
 SHOWN = 3
 """Process ids, hosts, files and the like that are named where there are many; the rest is counted."""
 MAXIMUM_BYTES = 8 << 20
-"""A larger file is no report: one holds at most 200 notes of each kind for each patch, about 1 MiB."""
+"""A larger file is not a report: one holds at most 200 notes of each kind for each patch, about 1 MiB."""
 
 _BY_THE_USER = (Outcome.DISABLED, Outcome.REMOVED)
 
@@ -35,7 +36,8 @@ _KINDS = {
 
 
 class Report(NamedTuple):
-    """What one directory holds: the processes' records as they wrote them, oldest first, and the files that are none."""
+    """What one directory holds: the processes' records as they wrote them, oldest first, and the files that are
+    none."""
 
     folder: str
     processes: tuple[dict[str, Any], ...]
@@ -60,14 +62,15 @@ def read(folder: str) -> Report:
     """Read every record in `folder`; a file that is none is named in the result.
 
     Raises:
-        FusepatchError: `folder` is no directory that can be listed.
+        FusepatchError: `folder` is not a directory that can be listed.
     """
     try:
         names = sorted(os.listdir(folder))
     except OSError as error:
         raise FusepatchError(
-            f"the reports cannot be read ({type(error).__name__}: {error}); wanted the directory that FUSEPATCH_REPORT named in "
-            f"the run, found --report {folder}. Nothing was checked; name that directory, on a machine that sees it."
+            f"the reports cannot be read ({type(error).__name__}: {error}); wanted the directory that FUSEPATCH_REPORT "
+            f"named in the run, found --report {folder}. Nothing was checked; name that directory, on a machine that "
+            "can read it."
         ) from None
     processes: list[dict[str, Any]] = []
     not_read = []
@@ -82,7 +85,7 @@ def read(folder: str) -> Report:
         except ValueError as error:
             not_read.append((name, str(error)))
         except RecursionError:
-            not_read.append((name, "none of fusepatch's: nested too deeply"))
+            not_read.append((name, "not a report of fusepatch: nested too deeply"))
     processes.sort(key=lambda process: (process["started"], process["host"], process["pid"]))
     return Report(folder, tuple(processes), tuple(not_read))
 
@@ -92,23 +95,24 @@ def _json(path: str) -> Any:
     try:
         return json.loads(content, parse_constant=_no_number, parse_float=_number)
     except ValueError as error:
-        raise ValueError(f"torn, or none of fusepatch's: no JSON ({error})") from None
+        raise ValueError(f"incomplete, or not a report of fusepatch: not JSON ({error})") from None
 
 
 def _content(path: str) -> bytes:
-    """The bytes of a regular file. Nothing else is opened, since that may wait for ever or do something (a FIFO, a device)."""
+    """The bytes of a regular file. Nothing else is opened, since that may wait for ever or do something (a FIFO, a
+    device)."""
     mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode):
         raise ValueError(f"{_KINDS.get(stat.S_IFMT(mode), 'no regular file')}, which is not opened")
     with open(path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
         content = file.read(MAXIMUM_BYTES + 1)
     if len(content) > MAXIMUM_BYTES:
-        raise ValueError(f"none of fusepatch's: larger than {MAXIMUM_BYTES >> 20} MiB")
+        raise ValueError(f"not a report of fusepatch: larger than {MAXIMUM_BYTES >> 20} MiB")
     return content
 
 
 def _no_number(text: str) -> None:
-    raise ValueError(f"{text} is no number in JSON")
+    raise ValueError(f"{text} is not a number in JSON")
 
 
 def _number(text: str) -> float:
@@ -119,7 +123,7 @@ def _number(text: str) -> float:
 
 
 def loaded(report: Report) -> list[Loaded]:
-    """Every target that some process has loaded. What the installed version does not have is no target."""
+    """Every target that some process has loaded. What the installed version does not have is not a target."""
     return [target for process in report.processes for target in loaded_in(process)]
 
 
@@ -177,7 +181,8 @@ def missing(report: Report, required: Sequence[str]) -> list[str]:
 
 
 def used(report: Report, ids: Sequence[str]) -> str:
-    """In how many processes each patch has a target, and how many calls went through it; every patch where none is named."""
+    """In how many processes each patch has a target, and how many calls went through it; every patch where none is
+    named."""
     targets: dict[str, set[int]] = {}
     calls: dict[str, int] = {}
     for index, process in enumerate(report.processes):

@@ -1,5 +1,5 @@
-"""What the report of a process holds: who it is, and the records of its patches as plain data; written here, and checked here
-when it is read."""
+"""What the report of a process holds: who it is, and the records of its patches as plain data; written here, and
+checked here when it is read."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ _FORM: Mapping[str, Any] = {
         }
     ],
 }
-"""The report's form: a type, `Outcome` for the name of one, `[form]` for a list, `(type,)` for a value that may be null, an
-object of names, and `{None: form}` for an object of any names."""
+"""The report's form: a type, `Outcome` for the name of one, `[form]` for a list, `(type,)` for a value that may be
+null, an object of names, and `{None: form}` for an object of any names."""
 
 _JSON_NAMES: Mapping[type, str] = {
     dict: "an object",
@@ -89,7 +89,7 @@ def of_this_process(records: Sequence[PatchRecord]) -> dict[str, Any]:
     patches = [as_data(record) for record in records]
     sites = [site for patch in patches for site in patch["sites"]]
     for site in sites:
-        # The hook that records an outcome runs while the import of its module is still under way; a preview is in no ledger.
+        # The hook that records an outcome runs while its module is still being imported; a preview is in no ledger.
         recorded = ledger.site(site["patch"], site["module"]) is not None
         site["loaded"] = (recorded and site["outcome"] not in _BEFORE_THE_IMPORT) or hooks.is_loaded(site["module"])
     return {
@@ -122,16 +122,18 @@ def as_data(record: PatchRecord) -> dict[str, Any]:
 def checked(record: Any, seen: dict[str, Any]) -> dict[str, Any]:
     """The report that someone read from JSON, with the fields of `FORMAT` and no other ones.
 
-    `seen` is for the caller to keep while it reads many reports: what many processes say alike is then checked and held once.
+    `seen` is for the caller to keep while it reads many reports: what many processes say alike is then checked and held
+    once.
 
     Raises:
-        ValueError: it is no report, or one of another format, or a field is missing or holds something else.
+        ValueError: it is not a report, or is one of another format, or a field is missing or holds something else.
     """
     if not isinstance(record, dict) or not {"format", "fusepatch"} <= set(record):
-        raise ValueError("none of fusepatch's: JSON of another kind")
+        raise ValueError("not a report of fusepatch: JSON of another kind")
     if record["format"] != FORMAT:
         raise ValueError(
-            f"written by fusepatch {_shown(record['fusepatch'])} in format {_shown(record['format'])}; this one reads {FORMAT}"
+            f"written by fusepatch {_shown(record['fusepatch'])} in format {_shown(record['format'])}; this one reads "
+            f"{FORMAT}"
         )
     found: dict[str, Any] = _checked(record, _FORM, "", seen)
     return found
@@ -167,7 +169,7 @@ def _checked(value: Any, form: Any, where: str, seen: dict[str, Any]) -> Any:
 
 
 def _want(value: Any, kind: type, where: str) -> None:
-    found = type(value)  # True is no whole number here
+    found = type(value)  # True is not a whole number here
     if found is not kind:
         raise ValueError(f"{where} is {_JSON_NAMES[found]}; wanted {_JSON_NAMES[kind]}")
     if kind is int and not 0 <= value < 1 << 63:

@@ -1,4 +1,5 @@
-"""What this process is to whoever started it: a Ray actor of some class, a rank of a launcher, a child, a plain script."""
+"""What this process is to whoever started it: a Ray actor of some class, a rank of a launcher, a child, a plain
+script."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from fusepatch.patches import launchers
 
 
 def role() -> str:
-    """One phrase, such as `Ray actor TrainingWorker` or `torchrun: train.py`. Imports nothing and calls into no library.
+    """One phrase, such as `Ray actor TrainingWorker` or `torchrun: train.py`. Imports nothing and calls into no
+    library.
 
     What it depends on comes late (an actor's class when the actor is made), so it is asked anew each time.
     """

@@ -1,8 +1,10 @@
 """The report file: what the ledger of this process holds, as one JSON file in a directory, rewritten as it grows.
 
-A writer of its own (a thread, a timer) would have to survive forks and interpreters that are killed, so the calling thread
+A writer of its own (a thread, a timer) would have to survive forks and interpreters that are killed, so the calling
+thread
 writes: at every change of an outcome and every new note, at each of the first calls, and then at most once a second or
-when a count has doubled. What a killed process leaves behind lacks no call that is older than a second before its last one.
+when a count has doubled. What a killed process leaves behind lacks no call that is older than a second before its last
+one.
 """
 
 from __future__ import annotations
@@ -111,10 +113,10 @@ def _complain(error: Exception) -> None:
     where = "" if isinstance(error, OSError) else f"\n{traceback.format_exc()}"
     notice.tell(
         logging.WARNING,
-        f"the report of process {os.getpid()} could not be written ({type(error).__name__}: {error}); wanted a directory "
-        f"that this process can write to, found FUSEPATCH_REPORT={_folder}. The patches and the training are not affected, "
-        f"but `status --report` and `check --report` will miss this process or see an old state of it. Free space there, "
-        f"or name another directory.{where}",
+        f"the report of process {os.getpid()} could not be written ({type(error).__name__}: {error}); wanted a "
+        f"directory that this process can write to, found FUSEPATCH_REPORT={_folder}. The patches and the training are "
+        "not affected, but `status --report` and `check --report` will miss this process or see an old state of it. "
+        f"Free space there, or name another directory.{where}",
         any_rank=True,
     )
 

@@ -1,8 +1,8 @@
 """Switches fusepatch on in processes that nobody wrote an import into: children, workers, plugins.
 
-It lies at the root of site-packages, beside the `.pth` file that calls it when `FUSEPATCH` is set, and entry points for plugins
-name it (`verl.plugins`). It costs a process that imports none of the upstreams one entry in `sys.meta_path`; the package
-itself is imported when the first of them is.
+It lies at the root of site-packages, beside the `.pth` file that calls it when `FUSEPATCH` is set, and entry points for
+plugins name it (`verl.plugins`). It costs a process that imports none of the upstreams one entry in `sys.meta_path`;
+the package itself is imported when the first of them is.
 """
 
 from __future__ import annotations

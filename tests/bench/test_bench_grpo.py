@@ -1,4 +1,5 @@
-"""`python -m fusepatch bench grpo` on the CPU with tiny shapes: real peers, and peers that are wrong, given by `--peer`."""
+"""`python -m fusepatch bench grpo` on the CPU with tiny shapes: real peers, and peers that are wrong, given by
+`--peer`."""
 
 from __future__ import annotations
 
@@ -80,7 +81,8 @@ def peers_of(document: dict[str, Any], case: str) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def everything(tmp_path_factory: pytest.TempPathFactory) -> tuple[Completed, dict[str, Any], str]:
-    """One run over every case and peer, with stand-ins for cut-cross-entropy: right, wrong, NaN, and one that raises."""
+    """One run over every case and peer, with stand-ins for cut-cross-entropy: right, wrong, NaN, and one that
+    raises."""
     where = tmp_path_factory.mktemp("bench")
     done = bench(
         "grpo",
@@ -246,7 +248,7 @@ def test_several_vocabularies_and_bfloat16() -> None:
         (["--cases", "frosen"], "found frosen; wanted some of frozen,"),
         (["--peers", ""], "found none; wanted some of floor,"),
         (["--json", "nowhere/out.json"], "--json 'nowhere/out.json' cannot be written: there is no folder"),
-        (["--json", "."], "--json '.' cannot be written: it is there and no regular file"),
+        (["--json", "."], "--json '.' cannot be written: it exists and is not a regular file"),
         (["--json", "-"], "--json '-' cannot be written: it needs the name of a file"),
         (["--markdown", ""], "--markdown '' cannot be written: it needs the name of a file"),
         (["--plot", "plot.txt"], "a plot's name ends in one of .png, .pdf, .svg"),

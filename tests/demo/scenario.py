@@ -32,10 +32,10 @@ PATCHED = Column("import fusepatch", patched=True)
 class Scenario:
     """What is compared.
 
-    `equal` are patterns of rows that must be the same in every column, numbers within `tolerance` (of their size, or of 1
-    where they are smaller).
-    `wanted` are rows with the value that each column must have. `applied` are patches that must be applied, and used, in
-    every patched column.
+    `equal` are patterns of rows that must be the same in every column, numbers within `tolerance` (of their size, or of
+    1 where they are smaller).
+    `wanted` are rows with the value that each column must have. `applied` are patches that must be applied, and used,
+    in every patched column.
     """
 
     title: str

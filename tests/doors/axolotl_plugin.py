@@ -1,7 +1,7 @@
 """Door: axolotl's `LigerPlugin.pre_model_load`, which takes the model's function out of `MODEL_TYPE_TO_APPLY_LIGER_FN`.
 
-It calls that function without a model, with every flag of its signature from the configuration: an unset key is passed as
-None, which Liger reads as off. The model is built afterwards, as axolotl does.
+It calls that function without a model, with every flag of its signature from the configuration: an unset key is passed
+as None, which Liger reads as off. The model is built afterwards, as axolotl does.
 
     python tests/doors/axolotl_plugin.py --models llama --config '{"liger_rms_norm": true}'
 """

@@ -1,7 +1,7 @@
 """What verl 0.6 to 0.8 need to train with the FSDP2 engine on the CPU; named in VERL_USE_EXTERNAL_MODULES.
 
-The engine itself runs there. verl registers it for accelerators only, takes NCCL for the process group, and asks the device how
-much memory it has left, which `torch.cpu` cannot say.
+The engine itself runs there. verl registers it for accelerators only, takes NCCL for the process group, and asks the
+device how much memory it has left, which `torch.cpu` cannot say.
 """
 
 from __future__ import annotations

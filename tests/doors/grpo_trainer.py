@@ -1,8 +1,8 @@
 """Door: TRL's GRPOTrainer with Liger's loss, one step of one batch on the CPU, with a reward that looks at the text.
 
-TRL 0.17 to 0.24 call the switch `use_liger_loss`, later ones `use_liger_kernel`, which also replaces layers: their kernels need
-a GPU and are switched off. From 1.15 on TRL computes the loss itself. Upstream's loss is compiled by default, which is
-the same arithmetic: the door disables the compiler.
+TRL 0.17 to 0.24 call the switch `use_liger_loss`, later ones `use_liger_kernel`, which also replaces layers: their
+kernels need a GPU and are switched off. From 1.15 on TRL computes the loss itself. Upstream's loss is compiled by
+default, which is the same arithmetic: the door disables the compiler.
 
     python tests/doors/grpo_trainer.py --models qwen3
 """

@@ -1,7 +1,7 @@
 """Door: LLaMA-Factory's `apply_liger_kernel`, which its loader calls before the model is loaded.
 
-It looks up `apply_liger_kernel_to_<model>` in `liger_kernel.transformers` and calls it without a model, so that only the
-modeling module changes; the model is built afterwards, as the loader does.
+It looks up `apply_liger_kernel_to_<model>` in `liger_kernel.transformers` and calls it without a model, so that only
+the modeling module changes; the model is built afterwards, as the loader does.
 
     python tests/doors/llama_factory.py --models llama --require-logits
 """

@@ -44,8 +44,8 @@ def observe_model(model: Any) -> dict[str, Any]:
     Returns a JSON object:
         model: the class that transformers defines.
         forward: the model's own forward: `held_by` the instance or the class, and the `function` it ends in.
-        modules: for every class of module in the decoder, how many there are and in how many Liger's forward sits on the
-            instance, or in the class.
+        modules: for every class of module in the decoder, how many there are and in how many Liger's forward sits on
+            the instance, or in the class.
         module_globals: names of the modeling module (functions, norm and MLP classes) that come from Liger.
         cross_entropy: the function behind `torch.nn.functional.cross_entropy`.
         liger: the summary, one boolean per kernel: rope, rms_norm, mlp, cross_entropy, fused_linear_cross_entropy.
@@ -91,8 +91,8 @@ def observe_optimizer(optimizer: Any) -> dict[str, Any]:
 def versions() -> dict[str, str]:
     """The versions of what this process has imported, by distribution, and of Python.
 
-    A distribution counts only where the module in `sys.modules` lies in the folder that its metadata describes: a release
-    that is put in front by PYTHONPATH is the one that is named.
+    A distribution counts only where the module in `sys.modules` lies in the folder that its metadata describes: a
+    release that is put in front by PYTHONPATH is the one that is named.
     """
     found = {"python": platform.python_version()}
     for name, import_name in DISTRIBUTIONS.items():

@@ -1,5 +1,5 @@
-"""Door: a driver that starts a small Ray of its own, and every kind of worker: a task, a pool of actors, an actor made by an
-actor, an actor that was killed and restarted. Each builds a model and an optimizer as verl's workers do.
+"""Door: a driver that starts a small Ray of its own, and every kind of worker: a task, a pool of actors, an actor made
+by an actor, an actor that was killed and restarted. Each builds a model and an optimizer as verl's workers do.
 
     python tests/doors/ray_driver.py
 """

@@ -1,8 +1,10 @@
-"""Door: verl's FSDP engine (0.6.0 and later) in the workers of a verl worker group, which are Ray actors: two ranks over gloo.
+"""Door: verl's FSDP engine (0.6.0 and later) in the workers of a verl worker group, which are Ray actors: two ranks
+over gloo.
 
 verl creates the actors and gives each a runtime_env of its own with RANK, WORLD_SIZE and the master's address. Each
-takes one optimizer step in an engine, and initialises a second one with `use_liger`, whose kernels need a GPU to run. What else differs from a run on GPUs: the pool is one of CPUs, the process group is gloo's, and verl 0.9 needs a platform
-for the CPU (see verl_engine.py).
+takes one optimizer step in an engine, and initialises a second one with `use_liger`, whose kernels need a GPU to run.
+What else differs from a run on GPUs: the pool is one of CPUs, the process group is gloo's, and verl 0.9 needs a
+platform for the CPU (see verl_engine.py).
 
     python tests/doors/ray_verl.py --fused-kernels
 """

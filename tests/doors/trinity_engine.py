@@ -1,8 +1,9 @@
 """Door: Trinity-RFT 0.6 on verl 0.8 and later: verl's engine after Trinity's `patch_verl_engine()`, on the CPU.
 
 Trinity's worker calls `patch_verl_engine()` at the start of its `init_model`; it replaces `FSDPEngine._build_module` by
-Trinity's own function, in which Liger is applied. The door calls it and initialises verl's engine as verl_engine.py does.
-Trinity's function asks `torch.cuda.get_device_capability(0)` whether the GPU is a Hopper: the door answers (0, 0).
+Trinity's own function, in which Liger is applied. The door calls it and initialises verl's engine as verl_engine.py
+does. Trinity's function asks `torch.cuda.get_device_capability(0)` whether the GPU is a Hopper: the door answers (0,
+0).
 
     python tests/doors/trinity_engine.py --models qwen3
 """

@@ -1,11 +1,12 @@
 """Door: Trinity-RFT's own FSDP worker, `init_model` for the role of an actor, on the CPU.
 
-Trinity-RFT 0.2 to 0.5: trinity.trainer.verl.fsdp_workers; 0.6, for verl below 0.8: trinity.trainer.verl_legacy.fsdp_workers.
-Beside what verl's worker needs (see verl_worker.py): these modules import vllm at the top, for its side effect on an NCCL
-variable and for one type annotation. vllm is no part of what is looked at and needs a GPU: a module of placeholders stands in.
-Trinity-RFT 0.6 asks `torch.cuda.get_device_capability()` whether the GPU is a Hopper: the door answers (0, 0).
-The checkpoint manager at the end of `init_model` needs a Ray cluster: the door stops there, with model and optimizer built.
-`model.use_liger` is set in the worker's configuration, which no Trinity configuration file of these releases can do.
+Trinity-RFT 0.2 to 0.5: trinity.trainer.verl.fsdp_workers; 0.6, for verl below 0.8:
+trinity.trainer.verl_legacy.fsdp_workers. Beside what verl's worker needs (see verl_worker.py): these modules import
+vllm at the top, for its side effect on an NCCL variable and for one type annotation. vllm is no part of what is looked
+at and needs a GPU: a module of placeholders stands in. Trinity-RFT 0.6 asks `torch.cuda.get_device_capability()`
+whether the GPU is a Hopper: the door answers (0, 0). The checkpoint manager at the end of `init_model` needs a Ray
+cluster: the door stops there, with model and optimizer built. `model.use_liger` is set in the worker's configuration,
+which no Trinity configuration file of these releases can do.
 
     python tests/doors/trinity_worker.py --models qwen3
 """

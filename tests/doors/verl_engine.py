@@ -1,7 +1,8 @@
 """Door: verl's FSDP engine (0.6.0 and later) with `use_liger`, initialised on the CPU: fsdp2, gloo, one rank.
 
 verl 0.6 to 0.8 run on the CPU as they are; 0.9 and later take the device from a platform registry, where the door
-registers a CPU (see cpu_platform.py). The registry of engines lists accelerators only, so the class is constructed directly.
+registers a CPU (see cpu_platform.py). The registry of engines lists accelerators only, so the class is constructed
+directly.
 
     python tests/doors/verl_engine.py --models llama,qwen3
 """

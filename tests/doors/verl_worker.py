@@ -1,7 +1,7 @@
 """Door: `ActorRolloutRefWorker.init_model` of verl 0.4 to 0.7 (fsdp_workers.py), for the role of an actor, on the CPU.
 
-The worker is constructed and its `init_model` called as Ray would: it loads the model, applies Liger, shards, builds the
-optimizer and the actor. What stops it on a CPU, and what the door does about it:
+The worker is constructed and its `init_model` called as Ray would: it loads the model, applies Liger, shards, builds
+the optimizer and the actor. What stops it on a CPU, and what the door does about it:
 
 - the constructor initialises NCCL: a gloo group of one rank is initialised beforehand, which the worker keeps;
 - FSDP1 needs an accelerator: strategy fsdp2;

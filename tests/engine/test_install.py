@@ -396,7 +396,8 @@ def scale(value):
 
 @pytest.fixture
 def counting(library: Callable[..., str]) -> Callable[..., ModuleType]:
-    """Installs a handler on a `scale` that keeps its calls, returns its argument, and raises it where it is an error."""
+    """Installs a handler on a `scale` that keeps its calls, returns its argument, and raises it where it is an
+    error."""
 
     def install_on(handler: Callable[..., object], strict: bool = False) -> ModuleType:
         ledger.reset(strict=strict, first_use=lambda: "")

@@ -19,7 +19,8 @@ TELL = "import logging\nfrom fusepatch.engine import notice\nnotice.tell(logging
 
 
 def shell(redirection: str, code: str = TELL, **env: str) -> subprocess.CompletedProcess[bytes]:
-    """Run `code` with the shell's redirection; bash's exit status is that of the last command or, in a pipe, of Python."""
+    """Run `code` with the shell's redirection; bash's exit status is that of the last command or, in a pipe, of
+    Python."""
     command = f'set -o pipefail; exec 3>&1; "$0" -c "$1" {redirection}'
     argv = ["bash", "-c", command, sys.executable, textwrap.dedent(code)]
     return subprocess.run(argv, env=clean_environment({"FUSEPATCH": "0", **env}), capture_output=True, timeout=60)

@@ -45,7 +45,12 @@ SHOWN = {
     "async": "async def scale(value): ...\nasync def scale_more(value): ...",
     "defined twice": "def scale(): ...\ndef scale(value, factor): ...",
     "positional": "def scale(value, /, factor): ...\ndef scale_more(value, /): ...",
-    "methods": "class Model:\n    def forward(self, value): ...\n    class Inner:\n        def forward(self, value, **rest): ...",
+    "methods": """
+class Model:
+    def forward(self, value): ...
+    class Inner:
+        def forward(self, value, **rest): ...
+""",
     "static and class methods": """
 class Model:
     @staticmethod
@@ -65,11 +70,22 @@ NOT_SHOWN = {
     "assigned": "scale = 3\nscale_more = lambda value: value",
     "imported": "from shutil import copy as scale, copy2 as scale_more\nfrom ast import NodeVisitor as Model",
     "imported by a star": "from string import *",
-    "in a branch": "if True:\n    def scale(value): ...\n    def scale_more(value): ...\n    class Model:\n        def forward(self): ...",
+    "in a branch": """
+if True:
+    def scale(value): ...
+    def scale_more(value): ...
+    class Model:
+        def forward(self): ...
+""",
     "tried": "try:\n    from no_such_module import scale\nexcept ImportError:\n    def scale(value, factor): ...",
     "removed": "def scale(value): ...\ndel scale\nclass Model: ...\ndel Model",
     "inherited": "from ast import NodeVisitor\nclass Model(NodeVisitor):\n    class Inner(NodeVisitor): ...",
-    "assigned in a class": "class Model:\n    forward = len\n    class Inner:\n        forward = staticmethod(lambda value: value)",
+    "assigned in a class": """
+class Model:
+    forward = len
+    class Inner:
+        forward = staticmethod(lambda value: value)
+""",
 }
 """Sources of which only an import shows what some names are."""
 

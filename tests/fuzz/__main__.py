@@ -1,7 +1,7 @@
 """`python -m fuzz --seconds N [--seed S] [--only MODULE]` from `tests/`: sample cases until the time is over.
 
-The modules take turns. The number of cases of each is printed at the end; a case that fails is printed as a program that
-shows it, and the exit status is 1.
+The modules take turns. The number of cases of each is printed at the end; a case that fails is printed as a program
+that shows it, and the exit status is 1.
 """
 
 from __future__ import annotations

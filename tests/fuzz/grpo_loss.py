@@ -1,8 +1,8 @@
 """Liger's fused linear GRPO loss: loss, metrics and every gradient with the patch against the same without it.
 
-In float32 and float64 the unpatched call itself is what must come out. In half precision upstream rounds the logits, so the
-patched call is compared with the unpatched one in float64 on the same rounded values. Where upstream raises, the type of
-its exception must come out.
+In float32 and float64 the unpatched call itself is what must come out. In half precision upstream rounds the logits, so
+the patched call is compared with the unpatched one in float64 on the same rounded values. Where upstream raises, the
+type of its exception must come out.
 """
 
 from __future__ import annotations
@@ -240,7 +240,8 @@ def _compare(case: Case, ours: Outcome, theirs: Outcome, tolerance: float) -> No
 
 
 def _compare_finiteness(case: Case, ours: Outcome, theirs: Outcome) -> None:
-    """A row that counts and is not finite shows in loss and gradients as upstream's does; one that is left out shows nowhere."""
+    """A row that counts and is not finite shows in loss and gradients as upstream's does; one that is left out shows
+    nowhere."""
     if case.garbage == "nan masked":
         if case.loss_type != "luspo":
             assert all(value is None or bool(value.isfinite().all()) for value in ours.values.values())
@@ -338,7 +339,8 @@ def _with_garbage(case: Case, given: dict[str, torch.Tensor]) -> dict[str, torch
     row = tuple(where.nonzero()[0].tolist())
     if case.garbage == "forbidden token":
         token = int(given["ids"][row])
-        # Upstream reads the logit of the first or the last token for an id outside the vocabulary, times 0: NaN for -inf.
+        # Upstream reads the logit of the first or the last token for an id outside the vocabulary, times 0: NaN for
+        # -inf.
         if token <= 0 or token == case.vocabulary - 1:
             return given
         ids = given["ids"].clone()

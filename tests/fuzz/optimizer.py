@@ -1,8 +1,9 @@
-"""The optimizers that frameworks construct against torch's default: parameters, gradients, states and memory of any layout.
+"""The optimizers that frameworks construct against torch's default: parameters, gradients, states and memory of any
+layout.
 
-`check` trains twice in one process: once with optimizers that a framework's module constructs, which fusepatch decides about,
-once with those of user code, which it leaves alone. Whatever a fused kernel does to memory that is not as it presumes shows
-as a difference.
+`check` trains twice in one process: once with optimizers that a framework's module constructs, which fusepatch decides
+about, once with those of user code, which it leaves alone. Whatever a fused kernel does to memory that is not as it
+presumes shows as a difference.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ EVENTS = (
     "tie",
     "group",
 )
-"""What happens between the steps: a checkpoint loaded by an optimizer of the same kind, by a plain one, by a patched one;
-parameters, states or step counts that are put elsewhere; a group that is added."""
+"""What happens between the steps: a checkpoint loaded by an optimizer of the same kind, by a plain one, by a patched
+one; parameters, states or step counts that are put elsewhere; a group that is added."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Case:
-    """`gradients` and `events` are by step, `settings` and `flags` keyword arguments, `flags` those of the second group."""
+    """`gradients` and `events` are by step, `settings` and `flags` keyword arguments, `flags` those of the second
+    group."""
 
     optimizer: str
     parameters: tuple[Parameter, ...]
@@ -155,7 +157,8 @@ def _assert_close(wanted: torch.Tensor, found: torch.Tensor, what: str) -> None:
 
 
 class _Run:
-    """One training, step by step. `construct` makes its optimizers, `plain` those that a resume without fusepatch has."""
+    """One training, step by step. `construct` makes its optimizers, `plain` those that a resume without fusepatch
+    has."""
 
     def __init__(self, case: Case, construct: Callable[..., Any], plain: Callable[..., Any]) -> None:
         self.case = case

@@ -72,7 +72,8 @@ def command(name: str) -> tuple[dict[str, str], list[str]]:
 def run_script(
     name: str, folder: Path, places: Mapping[str, Path], *more: str, env: Mapping[str, str] | None = None
 ) -> Completed:
-    """The command of the header in `folder`, with `places` instead of the values of these options, and more arguments."""
+    """The command of the header in `folder`, with `places` instead of the values of these options, and more
+    arguments."""
     variables, (python, script, *arguments) = command(name)
     assert (python, script) == ("python", name)
     for option, place in places.items():

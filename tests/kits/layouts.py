@@ -8,7 +8,8 @@ LAYOUTS = ("dense", "packed", "cut", "transposed", "offset", "expanded")
 
 
 def laid_out(values: torch.Tensor, layout: str) -> torch.Tensor:
-    """``values`` (at least 1-D) with other strides; what lies between them in memory is other values of the same tensor.
+    """``values`` (at least 1-D) with other strides; what lies between them in memory is other values of the same
+    tensor.
 
     "expanded" gives the first value everywhere, with strides of 0.
     """

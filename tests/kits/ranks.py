@@ -22,8 +22,8 @@ def on_ranks(number: int, function: Callable[..., Any], *args: Any, timeout: int
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    # A gloo group that an earlier test left to the garbage collector ends here: in a child it would wait for threads that a fork
-    # does not copy.
+    # A gloo group that an earlier test left to the garbage collector ends here: in a child it would wait for threads
+    # that a fork does not copy.
     gc.collect()
     children = [
         fork.Process(target=_child, args=(function, rank, number, port, results, args)) for rank in range(number)

@@ -1,4 +1,5 @@
-"""The real Trainer of transformers and the real SFT and GRPO trainers of TRL, on a tiny model and a few lines of text."""
+"""The real Trainer of transformers and the real SFT and GRPO trainers of TRL, on a tiny model and a few lines of
+text."""
 
 from __future__ import annotations
 

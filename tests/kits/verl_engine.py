@@ -40,7 +40,8 @@ def network() -> Any:
 
 
 def on_one_rank(test: Callable[..., None]) -> Callable[..., None]:
-    """Run a test in a forked child that has a gloo group of its own, whose threads would be lost to what forks later."""
+    """Run a test in a forked child that has a gloo group of its own, whose threads would be lost to what forks
+    later."""
 
     @functools.wraps(test)
     def run(tmp_path: Path, **fixtures: Any) -> None:
@@ -77,7 +78,8 @@ def engine(folder: Path) -> Any:
             wrap_policy={"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
         ),
         optimizer_config=config(lr=1e-3),
-        # Without the random states: torch.cpu has none, and nothing here draws from them. The learning rate is constant.
+        # Without the random states: torch.cpu has none, and nothing here draws from them. The learning rate is
+        # constant.
         checkpoint_config=CheckpointConfig(save_contents=contents, load_contents=contents),
     )
     built.initialize()

@@ -1,4 +1,5 @@
-"""The Triton kernels under Triton's interpreter. Run by test_kernels.py in a process of its own, which sets the variable."""
+"""The Triton kernels under Triton's interpreter. Run by test_kernels.py in a process of its own, which sets the
+variable."""
 
 from __future__ import annotations
 

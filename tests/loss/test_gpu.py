@@ -1,4 +1,5 @@
-"""The same maths on a GPU: cuBLAS, compiled kernels, large buffers, and no surprises in memory, syncs or compilation."""
+"""The same maths on a GPU: cuBLAS, compiled kernels, large buffers, and no surprises in memory, syncs or
+compilation."""
 
 from __future__ import annotations
 

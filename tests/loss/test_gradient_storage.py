@@ -76,7 +76,8 @@ def test_every_pair_of_dtypes(hidden: torch.dtype, weight: torch.dtype, first_co
     batch = replace(BATCH, hidden=BATCH.hidden.to(hidden), weight=BATCH.weight.to(weight), bias=None)
     wanted = Wanted(True, True, False)
     found = run(batch, Setting(loss_type="bnpo"), wanted, prefer="memory", chunk_mib=SMALL_CHUNK_MIB)
-    # Two bytes for each number of the weight have no room for a tile of float64 sums; float32 sums are narrower than float64.
+    # Two bytes for each number of the weight have no room for a tile of float64 sums; float32 sums are narrower than
+    # float64.
     left_out = (hidden == torch.float64 and weight.itemsize == 2) or weight == torch.float64 != hidden
     assert [columns >= 128 for columns in first_columns] == [True] * (not left_out)
     assert found.gradients.weight.dtype == weight

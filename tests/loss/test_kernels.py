@@ -1,4 +1,5 @@
-"""Runs the kernels under Triton's interpreter in a fresh process: the variable counts only before Triton is imported."""
+"""Runs the kernels under Triton's interpreter in a fresh process: the variable counts only before Triton is
+imported."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 
 from fusepatch.errors import OptimizerClassError  # noqa: E402
 from fusepatch.optim import exchange, refusals  # noqa: E402
-from fusepatch.optim.exchange import Given  # noqa: E402
+from fusepatch.optim.exchange import Given, Target  # noqa: E402
 
 NAME = "optimizers_of_a_user"
 
@@ -136,7 +136,8 @@ def params(*shapes: tuple[int, ...]) -> list[Any]:
 
 
 def plan(kind: Any, given: dict[str, Given], asked: dict[str, Any] | None = None, groups: Any = ()) -> exchange.Plan:
-    return exchange.plan(f"{NAME}.{kind.__name__}", exchange.accepts(kind), given, asked or {}, groups, "verl.worker")
+    target = Target(f"{NAME}.{kind.__name__}", "CLASS", "KWARGS")
+    return exchange.plan(target, exchange.accepts(kind), given, asked or {}, groups, "verl.worker")
 
 
 RATE = {"lr": Given(0.5, "framework")}
@@ -149,7 +150,7 @@ TRAINER = {**ADAMW, "eps": Given(1e-8, "default"), "fused": Given(True, "default
     [("torch.optim.SGD", torch.optim.SGD), ("torch.optim.adamw.AdamW", torch.optim.AdamW), (f"{NAME}.Plain", Plain)],
 )
 def test_the_class_at_a_path(path: str, kind: Any) -> None:
-    assert exchange.resolve(path) is kind
+    assert exchange.resolve(Target(path)) is kind
 
 
 @pytest.mark.parametrize(
@@ -159,15 +160,15 @@ def test_the_class_at_a_path(path: str, kind: Any) -> None:
         ("torch.optimizers.AdamW", "torch has no module optimizers", "correct the path"),
         ("torch.optim.Adamw", "torch.optim has no Adamw; the nearest is AdamW", "correct the path"),
         ("torch.optim.Nothing", "torch.optim has no Nothing", "It has the optimizers ASGD, "),
-        (f"{NAME}.make_plain", "is a function; wanted is a class derived from torch.optim.Optimizer", "name the class"),
+        (f"{NAME}.make_plain", "is a function; wanted a class derived from torch.optim.Optimizer", "name the class"),
         (f"{NAME}.number", "is an object of int", "name the class"),
-        ("torch.nn.Linear", "is no optimizer: it derives from Linear, Module", "name another class"),
-        (f"{NAME}.OfItsOwnKind", "its metaclass Meta", "name a class that is made in the ordinary way"),
+        ("torch.nn.Linear", "is not an optimizer: it derives from Linear, Module", "name another class"),
+        (f"{NAME}.OfItsOwnKind", "its metaclass Meta", "name a class that is created in the ordinary way"),
     ],
 )
 def test_no_class_at_a_path(path: str, found: str, action: str) -> None:
     with pytest.raises(OptimizerClassError) as raised:
-        exchange.resolve(path)
+        exchange.resolve(Target(path))
     assert found in str(raised.value)
     assert action in str(raised.value)
 
@@ -177,9 +178,9 @@ def test_a_module_that_fails_at_its_import(tmp_path: Any, monkeypatch: pytest.Mo
     (tmp_path / "needs_more.py").write_text("import not_installed_here.deeper")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(OptimizerClassError, match=r"importing breaks_here raised OSError: libsomething\.so is missing"):
-        exchange.resolve("breaks_here.Own")
+        exchange.resolve(Target("breaks_here.Own"))
     with pytest.raises(OptimizerClassError, match="needs the module not_installed_here, which is not installed"):
-        exchange.resolve("needs_more.Own")
+        exchange.resolve(Target("needs_more.Own"))
 
 
 def test_what_a_constructor_takes() -> None:
@@ -193,7 +194,7 @@ def test_what_a_constructor_takes() -> None:
     assert forwarding.parameter("fused") is None
     assert exchange.accepts(torch.optim.SGD).parameter("fused") is not None
     assert exchange.accepts(KeywordParams).first.kind is inspect.Parameter.KEYWORD_ONLY
-    assert str(exchange.accepts(WithoutRate)) == "no argument beside the parameters"
+    assert str(exchange.accepts(WithoutRate)) == "no argument besides the parameters"
 
 
 def test_the_settings_of_a_framework_carry_over_and_its_own_constants_do_not() -> None:
@@ -210,7 +211,7 @@ def test_what_the_user_wrote_for_one_argument_carries_over_and_stands() -> None:
     assert plan(torch.optim.NAdam, given).kwargs == {"lr": 0.5, "eps": 1e-5}
     planned = plan(torch.optim.NAdam, given, {"eps": 1e-6, "lr": 0.25})
     assert planned.kwargs == {"lr": 0.25, "eps": 1e-5}
-    assert "lr: 0.5 from verl.worker -> 0.25 (FUSEPATCH_OPTIMIZER_KWARGS)" in planned.notes[0].text
+    assert "lr: 0.5 from verl.worker -> 0.25 (KWARGS)" in planned.notes[0].text
     assert "eps=1e-05 from verl.worker kept (it beats 1e-06" in planned.notes[1].text
 
 
@@ -241,7 +242,7 @@ def test_weight_decay_that_is_lost_is_refused() -> None:
 def test_a_value_of_another_kind_than_the_class_has_there_does_not_carry_over(kind: Any, name: str, value: Any) -> None:
     planned = plan(kind, {**RATE, name: Given(value, "user")})
     assert planned.kwargs == {"lr": 0.5}
-    assert "which is another kind of value" in planned.notes[0].text
+    assert "which is a different kind of value" in planned.notes[0].text
 
 
 def test_a_class_that_takes_any_keyword_gets_the_learning_rate_and_no_flag() -> None:
@@ -285,7 +286,7 @@ def test_json_lists_become_the_tuples_that_the_class_has() -> None:
         (Plain, {"sharpp": True}, r"Plain accepts lr, decays, sharp\."),
         (Plain, {"params": []}, "names 'params', the first argument"),
         (Forwarding, {"momentum": 1}, "names 'momentum'"),
-        (Needy, {}, r"needs 'rank', which no framework passes.*give it in FUSEPATCH_OPTIMIZER_KWARGS"),
+        (Needy, {}, r"needs 'rank', which no framework passes.*give it in KWARGS"),
         (Wrapper, {}, "the first argument of its constructor is 'optimizer'"),
     ],
 )
@@ -300,7 +301,9 @@ def test_an_argument_that_the_class_needs_may_be_given() -> None:
 
 def exchanged(kind: Any, kwargs: dict[str, Any], parameters: Any = None) -> Any:
     optimizer = torch.optim.AdamW.__new__(torch.optim.AdamW)
-    exchange.become(optimizer, f"{NAME}.{kind.__name__}", kind, exchange.accepts(kind), parameters or params(), kwargs)
+    exchange.become(
+        optimizer, Target(f"{NAME}.{kind.__name__}"), kind, exchange.accepts(kind), parameters or params(), kwargs
+    )
     return optimizer
 
 
@@ -365,7 +368,7 @@ def test_a_class_without_a_learning_rate_in_its_groups() -> None:
         (Closing, params(), r"its step\(\) needs closure, and frameworks call step\(\) without"),
         (torch.optim.LBFGS, params(), r"its step\(\) needs closure"),
         (torch.optim.SparseAdam, params(), "it takes sparse gradients only"),
-        (torch.optim.Muon, params(), r"it takes matrices only, and 1 of 2 parameters are none"),
+        (torch.optim.Muon, params(), r"it takes matrices only, and 1 of 2 parameters are not"),
         (torch.optim.Muon, params((4, 3)), None),
         (torch.optim.SGD, params(), None),
         (Plain, params(), None),

@@ -172,10 +172,11 @@ def test_without_a_request_eps_is_as_passed() -> None:
 
 
 def test_texts_name_value_source_and_cause() -> None:
-    decision = decide(group(framework(fused=True, eps=1e-8), source="transformers.trainer"), Request(False, eps=1e-6))
+    request = Request(False, eps=1e-6, words={"fused": "FUSED", "foreach": "FOREACH", "eps": "EPS"})
+    decision = decide(group(framework(fused=True, eps=1e-8), source="transformers.trainer"), request)
     assert [note.text for note in decision.notes] == [
-        "fused: True from transformers.trainer -> None (FUSEPATCH_OPTIMIZER_FUSED=0)",
-        "eps: 1e-08 from transformers.trainer -> 1e-06 (FUSEPATCH_OPTIMIZER_EPS=1e-06)",
+        "fused: True from transformers.trainer -> None (FUSED=0)",
+        "eps: 1e-08 from transformers.trainer -> 1e-06 (EPS=1e-06)",
     ]
     (note,) = decide(group(framework(fused=True)), Request(foreach=True)).notes[:1]
     assert note.text.endswith("(foreach=True, which excludes it)")

@@ -1,4 +1,5 @@
-"""The step inside backward, on torch's own optimizers: equal to the ordinary step, and refused where it would not be."""
+"""The step inside backward, on torch's own optimizers: equal to the ordinary step, and refused where it would not
+be."""
 
 from __future__ import annotations
 
@@ -369,7 +370,7 @@ def test_another_optimizer_that_is_stepped_is_seen_before_anything_moves() -> No
     stepped[0] = torch.optim.AdamW(model.parameters())
     before = flat(model)
     with pytest.raises(
-        InBackwardError, match=r"another one \(torch\.optim\.adamw\.AdamW\) than the torch\.optim\.sgd\.SGD"
+        InBackwardError, match=r"another optimizer \(torch\.optim\.adamw\.AdamW\) than the torch\.optim\.sgd\.SGD"
     ):
         one_backward(model, 1)
     assert torch.equal(flat(model), before)
@@ -520,7 +521,7 @@ def test_optimizers_whose_step_is_not_per_parameter() -> None:
     assert "torch.optim.lbfgs.LBFGS" in found(torch.optim.LBFGS(model.parameters()))
     assert "OwnStep.step" in found(OwnStep(model.parameters(), lr=0.1))
     assert found(KeepsStep(model.parameters())) == ""
-    assert "no torch.optim.Optimizer" in found(object())
+    assert "not a torch.optim.Optimizer" in found(object())
     compiled = torch.optim.SGD(model.parameters(), lr=0.1)
     compiled.step = torch.compile(compiled.step)
     assert "optimizer.step is compiled" in found(compiled)
@@ -545,12 +546,14 @@ def test_wrapped_models_and_parameters_that_are_elsewhere() -> None:
     assert "DataParallel" in found(optimizer, torch.nn.DataParallel(model))
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    # FSDP1 cannot be constructed without an accelerator, and DeepSpeed is not installed: the classes alone.
+    # FSDP1 cannot be constructed without an accelerator: the class alone.
     sharded = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
     torch.nn.Module.__init__(sharded)
     assert "FSDP2 (fully_shard)" in found(optimizer, torch.nn.Sequential(sharded))
-    engine = type("DeepSpeedEngine", (torch.nn.Module,), {"__module__": "deepspeed.runtime.engine"})
-    assert "ZeRO" in found(optimizer, engine())
+    engine = type("Engine", (torch.nn.Module,), {"__module__": "own"})()
+    assert "in an engine" not in found(optimizer, engine)
+    of_caller = in_backward.Caller(wrappers={"own.Engine": ("the model is in an engine", "it steps", "do without")})
+    assert "in an engine: it steps" in "\n".join(map(str, obstacles(optimizer, engine, of_caller)))
     meta = torch.optim.SGD([torch.nn.Parameter(torch.empty(2, device="meta"))], lr=0.1)
     assert "offloaded" in found(meta)
     from torch._dynamo import config
@@ -561,11 +564,18 @@ def test_wrapped_models_and_parameters_that_are_elsewhere() -> None:
 
 
 def test_a_refusal_names_every_obstacle_and_what_to_change() -> None:
-    refuse("a.Trainer", [])
+    caller = in_backward.Caller(asked="INSIDE=1", undo="unset INSIDE")
+    refuse("a.Trainer", [], caller)
     both = [in_backward.Obstacle("x=1", "it cannot", "set x=0"), in_backward.Obstacle("y=1", "neither", "set y=0")]
     with pytest.raises(InBackwardError) as raised:
-        refuse("a.Trainer", both)
-    for part in ("a.Trainer", "no parameter was changed", "x=1: it cannot; set x=0", "y=1: neither; set y=0", "unset"):
+        refuse("a.Trainer", both, caller)
+    for part in (
+        "a.Trainer cannot run inside backward (INSIDE=1)",
+        "no parameter was changed",
+        "x=1: it cannot; set x=0",
+        "y=1: neither; set y=0",
+        "or unset INSIDE.",
+    ):
         assert part in str(raised.value)
 
 

@@ -1,4 +1,5 @@
-"""A weight that backward reads after its update: what autograd sees, what the look at recomputation sees, and what neither does.
+"""A weight that backward reads after its update: what autograd sees, what the look at recomputation sees, and what
+neither does.
 
 Whatever the way of reading, the weights are those of the ordinary step or an error is raised.
 """
@@ -28,7 +29,7 @@ from fusepatch.optim.in_backward import InBackward  # noqa: E402
 
 SIZE = 4
 MODIFIED = "modified by an inplace operation"
-AGAIN = "a checkpointed region that is computed again reads"
+AGAIN = "a recomputed checkpointed region reads"
 UNPACKED = "autograd unpacks a saved tensor that lies in"
 
 FORMS: dict[str, dict[str, Any]] = {"loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}

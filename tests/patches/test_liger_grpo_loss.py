@@ -1,4 +1,5 @@
-"""`liger.grpo_loss` against the installed Liger on the CPU: same loss, metrics and gradients, and each known exception."""
+"""`liger.grpo_loss` against the installed Liger on the CPU: same loss, metrics and gradients, and each known
+exception."""
 
 from __future__ import annotations
 
@@ -453,7 +454,7 @@ def test_a_parameter_that_is_not_known_leaves_the_call_to_upstream(monkeypatch: 
         loss.epsilon_low = 0.3
         loss(**kit.arguments(Case(), tensors(), KIND))
         assert left_to_upstream() == [
-            "upstream's own forward: epsilon_low is in use, an argument that is not known here"
+            "upstream's own forward: epsilon_low is in use, an argument that fusepatch does not know"
         ]
 
 

@@ -1,4 +1,5 @@
-"""`torch.compile` of code that contains the loss ends as it does without the patch: the same error, or equal gradients."""
+"""`torch.compile` of code that contains the loss ends as it does without the patch: the same error, or equal
+gradients."""
 
 from __future__ import annotations
 

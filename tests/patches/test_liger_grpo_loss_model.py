@@ -338,7 +338,7 @@ def test_a_field_that_is_not_known_is_said_where_the_model_cannot_be_asked() -> 
     assert not model_logits.read(trained).refused
     trained.config.model_type = "something_new"
     assert (
-        "sets logits_scaling, which is not known here, and its logits could not be compared"
+        "sets logits_scaling, which fusepatch does not know, and its logits could not be compared"
         in model_logits.read(trained).refused
     )
     plain = model("qwen3")

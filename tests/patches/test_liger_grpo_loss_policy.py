@@ -1,4 +1,5 @@
-"""A policy that is not the installed Liger's own, in any of its parts, gets upstream's own code; Liger's own is recognised."""
+"""A policy that is not the installed Liger's own, in any of its parts, gets upstream's own code; Liger's own is
+recognised."""
 
 from __future__ import annotations
 

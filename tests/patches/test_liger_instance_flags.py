@@ -220,8 +220,8 @@ def test_what_the_framework_passes_in_vain_is_recorded() -> None:
 
     (text,) = forked(attempt)["fallbacks"]
     assert text == (
-        "apply_liger_kernel_to_gemma2: swiglu=True from verl.workers.engine.fsdp has no effect: "
-        "it is no flag of apply_liger_kernel_to_gemma2; Liger dropped it"
+        "apply_liger_kernel_to_gemma2: swiglu=True from verl.workers.engine.fsdp has no effect: it is not a flag of "
+        "apply_liger_kernel_to_gemma2; Liger dropped it"
     )
 
 

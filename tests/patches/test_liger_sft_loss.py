@@ -1,4 +1,5 @@
-"""`liger.sft_loss` in the real SFTTrainer of TRL: with Liger's fused linear cross-entropy off it trains as without Liger."""
+"""`liger.sft_loss` in the real SFTTrainer of TRL: with Liger's fused linear cross-entropy off it trains as without
+Liger."""
 
 from __future__ import annotations
 
@@ -110,8 +111,8 @@ def test_with_the_kernel_off_it_trains_and_logs_as_without_liger(loss: str, chan
     parts = changes.get("gradient_accumulation_steps", 1)
     (note,) = said.replaced
     assert note.text == (
-        f"SFTTrainer.compute_loss: the {loss} loss and its metrics are computed from the logits by TRL, instead of asked of "
-        f"Liger's forward, which Qwen3ForCausalLM does not have (FUSEPATCH_LIGER_FUSED_LINEAR_CROSS_ENTROPY=0)"
+        f"SFTTrainer.compute_loss: the {loss} loss and its metrics are computed from the logits by TRL, instead of by "
+        "Liger's forward, which Qwen3ForCausalLM does not have (FUSEPATCH_LIGER_FUSED_LINEAR_CROSS_ENTROPY=0)"
     )
     assert said.calls == note.times == 2 * parts + 1
     assert said.fallbacks == ()

@@ -128,7 +128,7 @@ def test_the_class_is_the_one_that_was_asked_for(by: Any) -> None:
         assert optimizer.param_groups[0] is groups[0], "torch keeps the caller's dictionaries"
         assert record().calls == 1
         assert "class torch.optim.AdamW -> torch.optim.SGD (FUSEPATCH_OPTIMIZER_CLASS)" in replaced()
-        assert "and momentum of its own" in replaced()
+        assert "and momentum from FUSEPATCH_OPTIMIZER_KWARGS" in replaced()
         assert f"betas=(0.8, 0.9) from {by.__name__} left out: torch.optim.SGD does not take it" in replaced()
         assert fallbacks() == ""
 
@@ -240,7 +240,7 @@ def test_what_the_user_wrote_for_adamw_and_the_class_lacks() -> None:
 def test_code_of_the_users_own_is_left_alone() -> None:
     with wanting("torch.optim.SGD"):
         assert type(built(mine)) is torch.optim.AdamW
-        assert "AdamW in my_script kept: code of your own constructs it (FUSEPATCH_OPTIMIZER_SCOPE=all" in replaced()
+        assert "AdamW in my_script kept: your own code constructs it (FUSEPATCH_OPTIMIZER_SCOPE=all" in replaced()
         assert record().calls == 0
 
 
@@ -272,11 +272,11 @@ def test_a_class_that_a_frameworks_configuration_chose_stands() -> None:
     [
         ("not_installed_here.AdamW", None, "there is no module not_installed_here"),
         ("torch.optim.SGDD", None, "the nearest is SGD"),
-        ("torch.nn.Linear", None, "is no optimizer"),
+        ("torch.nn.Linear", None, "is not an optimizer"),
         ("torch.optim.SGD", '{"momentun": 0.9}', "'momentun', which torch.optim.SGD does not take"),
         ("torch.optim.SGD", '{"momentun": 0.9}', "SGD accepts lr, momentum, dampening, weight_decay, nesterov"),
         ("torch.optim.SGD", '{"momentum": -1}', "raised ValueError: Invalid momentum value"),
-        ("torch.optim.Muon", None, "it takes matrices only, and 1 of 2 parameters are none"),
+        ("torch.optim.Muon", None, "it takes matrices only, and 1 of 2 parameters are not"),
         ("torch.optim.SparseAdam", None, "it takes sparse gradients only"),
         ("torch.optim.LBFGS", None, "its step() needs closure"),
         ("optimizers_of_mine.Failing", None, "raised RuntimeError: no memory for the states"),
@@ -330,7 +330,8 @@ def test_the_checkpoint_of_another_class_is_refused_before_it_is_loaded() -> Non
 
 
 FAMILY = [
-    "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
+    "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop", "Rprop",
+    "SGD",
 ]  # fmt: skip
 
 
@@ -404,7 +405,7 @@ def test_adam_that_resumes_from_adamw_is_adam() -> None:
             optimizer.load_state_dict(saved)
             assert flags(optimizer, "decoupled_weight_decay") == [(flag,)]
             assert saved["param_groups"] == before["param_groups"], "the caller's checkpoint is left as it is"
-            text = "decoupled_weight_decay: True in the checkpoint -> False, which the class that was asked for has"
+            text = "decoupled_weight_decay: True in the checkpoint -> False, the value of the class that was asked for"
             assert (text in replaced()) == (not flag)
     with wanting("torch.optim.Adam"):
         in_code = mine.construct(torch.optim.Adam, params(), lr=0.1)
@@ -419,9 +420,7 @@ def test_adamw_that_was_asked_for_refuses_states_that_it_cannot_read() -> None:
         saved = by_adamax.state_dict()
     with wanting("torch.optim.AdamW"):
         optimizer = built()
-        with pytest.raises(
-            OptimizerClassError, match=r"have exp_avg, exp_inf, step, and wanted is exp_avg, exp_avg_sq, step"
-        ):
+        with pytest.raises(OptimizerClassError, match=r"have exp_avg, exp_inf, step; wanted exp_avg, exp_avg_sq, step"):
             optimizer.load_state_dict(saved)
 
 
@@ -495,7 +494,8 @@ def test_both_patches_hold_in_the_modules_that_they_share() -> None:
     code = """
         import fusepatch
         import torch
-        sites = [site for patch in fusepatch.status() if patch.id in ("optimizer.class", "optimizer.flags") for site in patch.sites]
+        both = [patch for patch in fusepatch.status() if patch.id in ("optimizer.class", "optimizer.flags")]
+        sites = [site for patch in both for site in patch.sites]
         print(sorted((site.patch, site.outcome.value) for site in sites if site.module == "torch.optim.adamw"))
     """
     done = fresh(code, env={"PYTHONPATH": str(CHECKOUT)}, check=True)
@@ -506,13 +506,13 @@ def test_both_patches_hold_in_the_modules_that_they_share() -> None:
     ("variables", "found"),
     [
         ({"CLASS": "AdamW8bit"}, "FUSEPATCH_OPTIMIZER_CLASS='AdamW8bit' cannot be read (no dotted path of a class"),
-        ({"CLASS": "torch..SGD"}, "accepted is a dotted path such as torchao.optim.AdamW8bit, keep"),
+        ({"CLASS": "torch..SGD"}, "wanted a dotted path such as torchao.optim.AdamW8bit, keep"),
         ({"CLASS": "torch.optim.SGD()"}, "cannot be read"),
         (
             {"CLASS": "torch.optim.SGD", "KWARGS": "momentum=0.9"},
             "FUSEPATCH_OPTIMIZER_KWARGS='momentum=0.9' cannot be read",
         ),
-        ({"CLASS": "torch.optim.SGD", "KWARGS": "[1]"}, "(it is a JSON array): accepted is a JSON object such as"),
+        ({"CLASS": "torch.optim.SGD", "KWARGS": "[1]"}, "(it is a JSON array): wanted a JSON object such as"),
         ({"CLASS": "torch.optim.SGD", "KWARGS": "0.9"}, "(it is a JSON number)"),
         ({"KWARGS": '{"momentum": 0.9}'}, "FUSEPATCH_OPTIMIZER_CLASS names no class"),
         ({"CLASS": "keep", "KWARGS": "{}"}, "FUSEPATCH_OPTIMIZER_CLASS names no class"),
@@ -531,6 +531,9 @@ def test_values_that_cannot_be_read_are_errors_at_the_import(variables: dict[str
 
 
 def test_the_import_itself_loads_neither_the_class_nor_json() -> None:
-    code = "import fusepatch, sys; print([name for name in ('torch', 'json', 'optimizers_of_mine') if name in sys.modules])"
+    code = (
+        "import fusepatch, sys; print([name for name in ('torch', 'json', 'optimizers_of_mine') if name in "
+        "sys.modules])"
+    )
     env = {"PYTHONPATH": str(CHECKOUT), "FUSEPATCH_OPTIMIZER_CLASS": "optimizers_of_mine.Own"}
     assert fresh(code, env=env, check=True).stdout.strip() == "[]"

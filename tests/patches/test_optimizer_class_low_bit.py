@@ -54,9 +54,9 @@ def a_model_with_matrices_of_4096_elements(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def kind_at(path: str) -> Any:
-    from fusepatch.optim.exchange import resolve
+    from fusepatch.optim.exchange import Target, resolve
 
-    return resolve(path)
+    return resolve(Target(path))
 
 
 def has_eight_bits(optimizer: Any) -> bool:
@@ -157,7 +157,8 @@ def test_the_checkpoint_of_adamw_is_refused_before_any_step(path: str, tmp_path:
     ],
 )
 def test_states_of_another_class_of_the_same_package(writer: str, asked: str, found: str | None) -> None:
-    """Their param groups have the same keys. bitsandbytes loads in a way of its own, so its first step is where it is seen."""
+    """Their param groups have the same keys. bitsandbytes loads in a way of its own, so its first step is where it is
+    seen."""
     from kits.optimizer_flags import module
 
     def step(optimizer: Any) -> None:
@@ -344,7 +345,7 @@ def cautions(rank: int) -> list[str | None]:
 def test_torchaos_states_on_dtensors_are_warned_of_before_torch_2_12() -> None:
     ((on_dtensor, on_plain, *with_newer_torch),) = on_ranks(1, cautions)
     assert on_dtensor is not None
-    assert "found is torch 2.11.0+cu130" in on_dtensor
+    assert "found torch 2.11.0+cu130" in on_dtensor
     assert (on_plain, with_newer_torch) == (None, [None, None])
 
 
@@ -381,7 +382,7 @@ def test_bitsandbytes_without_a_kernel_or_a_library_for_the_device(monkeypatch: 
         ndim, device = 2, torch.device("cuda")
 
     assert bitsandbytes.cextension.lib.compiled_with_cuda is False
-    assert "no library of its own for this CUDA" in (refusals.obstacle(kind, [OnCuda()]) or "")  # type: ignore[list-item]
+    assert "found no library for this CUDA" in (refusals.obstacle(kind, [OnCuda()]) or "")  # type: ignore[list-item]
 
 
 def test_the_patch_says_what_it_did(tmp_path: Path) -> None:

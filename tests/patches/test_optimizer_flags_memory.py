@@ -1,7 +1,7 @@
 """`optimizer.flags` where memory is not as torch's fused kernels presume: the numbers are those of torch's own default.
 
-The patched run and the plain one are compared; what a fused kernel does to such memory on the CPU (wrong numbers, other memory
-overwritten, a segmentation fault) would show as a difference.
+The patched run and the plain one are compared; what a fused kernel does to such memory on the CPU (wrong numbers, other
+memory overwritten, a segmentation fault) would show as a difference.
 """
 
 from __future__ import annotations
@@ -145,7 +145,8 @@ def test_gradients_of_other_strides_train_as_torchs_default_does(layout: Callabl
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_state_of_other_strides_is_copied_into_its_parameters(name: str) -> None:
-    """A checkpoint written while the weight was channels_last: the resumed run goes on as the one that was not interrupted."""
+    """A checkpoint written while the weight was channels_last: the resumed run goes on as the one that was not
+    interrupted."""
     with active():
         first = torch.nn.Parameter(numbers(2, 3, 4, 4).to(memory_format=torch.channels_last))
         optimizer = verl.construct(getattr(torch.optim, name), [first], **SETTINGS[name])
@@ -193,7 +194,8 @@ def test_weights_that_are_tied_later_are_looked_at_again() -> None:
 
 
 def test_a_parameter_that_gets_its_first_gradient_late() -> None:
-    """A frozen layer, or an expert that no token reached: torch's own fused SGD stops at its missing momentum buffer."""
+    """A frozen layer, or an expert that no token reached: torch's own fused SGD stops at its missing momentum
+    buffer."""
 
     def run(name: str, construct: Any) -> list[Any]:
         parameters = [torch.nn.Parameter(numbers(3, seed=place)) for place in range(2)]
@@ -240,7 +242,8 @@ def test_one_step_for_several_parameters_is_left_to_torch() -> None:
 
 @pytest.mark.parametrize("later", ["parameters", "gradients"])
 def test_the_steps_counted_so_far_go_on_in_an_unfused_ones_way(later: str) -> None:
-    """float64 stands for the device here: an unfused step is counted in torch's default dtype, a fused one in float32."""
+    """float64 stands for the device here: an unfused step is counted in torch's default dtype, a fused one in
+    float32."""
     torch.set_default_dtype(torch.float64)
     try:
         with active():
@@ -270,7 +273,7 @@ def test_a_fused_that_is_not_ours_stays_and_is_warned_of(caplog: pytest.LogCaptu
     with active():
         optimizer = trainer.construct(torch.optim.AdamW, halves(), lr=0.1, fused=True)
         assert flags(optimizer, "fused") == [(True,)]
-        assert "FUSEPATCH_OPTIMIZER_FUSED=0 takes it away" in caplog.text
+        assert "FUSEPATCH_OPTIMIZER_FUSED=0 removes it" in caplog.text
         caplog.clear()
         optimizer = trainer.construct(torch.optim.AdamW, [torch.nn.Parameter(numbers(3, 4))], lr=0.1, fused=True)
         for _ in range(2):

@@ -1,4 +1,5 @@
-"""What else is done with an optimizer: scaled, saved, loaded, pickled, copied, compared, inspected. All as with an ordinary one."""
+"""What else is done with an optimizer: scaled, saved, loaded, pickled, copied, compared, inspected. All as with an
+ordinary one."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ class PicklesAll(torch.optim.SGD):
 
 
 def skips(optimizer: Any, unscale: bool) -> tuple[list[bool], int, float]:
-    """Which of four steps AcceleratedOptimizer saw skipped when two overflow, where the schedule stands then, and the scale."""
+    """Which of four steps AcceleratedOptimizer saw skipped when two overflow, where the schedule stands then, and the
+    scale."""
     from accelerate import Accelerator
     from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.scheduler import AcceleratedScheduler
@@ -76,7 +78,8 @@ def skips(optimizer: Any, unscale: bool) -> tuple[list[bool], int, float]:
 @pytest.mark.parametrize("variables", [{}, {"OPTIMIZER_FUSED": 1}])
 @pytest.mark.parametrize("how", ["as constructed", "a group added", "loaded", "copied", "pickled"])
 def test_skipped_steps_are_seen(variables: dict[str, Any], how: str) -> None:
-    """https://github.com/huggingface/accelerate/issues/4242: a fused step that scales by itself is never seen to be skipped."""
+    """https://github.com/huggingface/accelerate/issues/4242: a fused step that scales by itself is never seen to be
+    skipped."""
     pytest.importorskip("accelerate")
     with active(**variables):
         optimizer = trainer.construct(AdamW, parameters(), lr=0.1)
@@ -163,7 +166,8 @@ def test_a_run_that_resumes_without_the_patch_is_an_ordinary_one(tmp_path: Path)
 
 
 def test_a_step_that_is_kept_on_the_device_is_saved_where_an_ordinary_run_keeps_it() -> None:
-    """float64 stands for the device here: torch keeps the step of an ordinary run in the default dtype, a fused one in float32."""
+    """float64 stands for the device here: torch keeps the step of an ordinary run in the default dtype, a fused one in
+    float32."""
     with active():
         torch.set_default_dtype(torch.float64)
         try:

@@ -1,4 +1,5 @@
-"""`optimizer.in_backward` in the real Trainer of transformers and the real SFT and GRPO trainers of TRL, on a tiny model."""
+"""`optimizer.in_backward` in the real Trainer of transformers and the real SFT and GRPO trainers of TRL, on a tiny
+model."""
 
 from __future__ import annotations
 
@@ -656,7 +657,7 @@ def test_an_optimizer_that_is_exchanged_in_the_forward_is_seen_before_a_weight_m
         built.__class__ = Exchanging
         between = Between(lambda: None)
         built.add_callback(between)
-        with pytest.raises(InBackwardError, match=r"is another one \(torch\.optim\.sgd\.SGD\)"):
+        with pytest.raises(InBackwardError, match=r"steps another optimizer \(torch\.optim\.sgd\.SGD\)"):
             built.train()
     assert all(torch.equal(p, old) for p, old in zip(built.model.parameters(), between.before, strict=True))
 
@@ -677,3 +678,17 @@ def test_checkpointing_that_cannot_be_watched_is_refused(tmp_path: Path, monkeyp
             built.train()
         assert torch.equal(trainers.weights(built), before)
         trained(short("Trainer", tmp_path))
+
+
+def test_what_only_the_patch_knows_of_is_judged_too() -> None:
+    from transformers.optimization import Adafactor
+
+    from fusepatch.optim.in_backward import obstacles
+    from fusepatch.patches.optimizer_in_backward.attachment import CALLER
+
+    model = torch.nn.Linear(2, 2)
+    optimizer = Adafactor(model.parameters())
+    assert obstacles(optimizer, model, CALLER) == []
+    assert "Adafactor.step" in str(obstacles(optimizer, model)[0])
+    engine = type("DeepSpeedEngine", (torch.nn.Module,), {"__module__": "deepspeed.runtime.engine"})
+    assert "every ZeRO stage" in str(obstacles(optimizer, engine(), CALLER)[0])

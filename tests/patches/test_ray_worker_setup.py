@@ -1,4 +1,5 @@
-"""`ray.worker_setup` without a Ray: how a runtime_env is merged, and what the hook does. tests/upstream/test_ray.py has the rest."""
+"""`ray.worker_setup` without a Ray: how a runtime_env is merged, and what the hook does. tests/upstream/test_ray.py has
+the rest."""
 
 from __future__ import annotations
 
@@ -76,8 +77,8 @@ def test_keys_of_a_submitted_job_are_left_out() -> None:
     ("given", "submitted", "client", "reason"),
     [
         ({}, {}, True, "Ray's client (ray://) runs none"),
-        ({"image_uri": "x"}, {}, False, "Ray takes none beside image_uri"),
-        ({}, {"container": {"image": "x"}}, False, "Ray takes none beside container"),
+        ({"image_uri": "x"}, {}, False, "Ray accepts none together with image_uri"),
+        ({}, {"container": {"image": "x"}}, False, "Ray accepts none together with container"),
         ({}, {HOOK: "a.b"}, False, "the submitted job has one (a.b)"),
         ({}, {"env_vars": {ray_worker_setup.PROCESSED_HOOK: "a.b"}}, False, "the submitted job has one (a.b)"),
         (
@@ -135,7 +136,8 @@ RUN_HOOK = """
     hook = types.FunctionType(code, {{"__builtins__": builtins}}, "hook", ({theirs!r},))
     {before}
     hook()
-    print("fusepatch" in sys.modules, sys.modules.get("fusepatch") and sys.modules["fusepatch"].is_applied("ray.worker_setup"))
+    found = sys.modules.get("fusepatch")
+    print(found is not None, found and found.is_applied("ray.worker_setup"))
 """
 
 

@@ -1,9 +1,9 @@
 """What the newest releases and nightlies would change: `tox -e drift -- --help`.
 
-Installs what the registry has now (the `drift` table of matrix.toml) into an environment of its own, looks at it as the matrix
-looks at its rows, and compares each site with what `outcomes.json` has for the newest release of its upstream that is not
-newer. Nothing is written. Exit status 1 where a site got worse, or a door opens without fusepatch and not with it; a door that
-does not open without it is named, since these releases do not go together.
+Installs what the registry has now (the `drift` table of matrix.toml) into an environment of its own, looks at it as the
+matrix looks at its rows, and compares each site with what `outcomes.json` has for the newest release of its upstream
+that is not newer. Nothing is written. Exit status 1 where a site got worse, or a door opens without fusepatch and not
+with it; a door that does not open without it is named, since these releases do not go together.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main() -> int:
             worse = True
             continue
         versions = ", ".join(f"{library} {version}" for library, version in result["versions"].items())
-        print(f"{name}: {versions}; doors: {', '.join(doors)}", flush=True)
+        print(f"{name}: {versions}; entry points: {', '.join(doors)}", flush=True)
         lines, got_worse = compare(result, recorded)
         changed += [f"{name}: {line}" for line in lines]
         worse = worse or got_worse
@@ -69,13 +69,13 @@ def compare(result: Mapping[str, Any], recorded: Mapping[str, Any]) -> tuple[lis
         reason = result["reasons"].get(patch, {}).get(module, "")
         worse = worse or _rank(outcome) > _rank(before[1])
         lines.append(
-            f"{patch} at {module}: {before[1]} with {upstream} {before[0]}, {outcome} with {upstream} {version or 'none'}"
-            + f" ({reason})" * bool(reason)
+            f"{patch} at {module}: {before[1]} with {upstream} {before[0]}, {outcome} with {upstream} "
+            f"{version or 'none'}" + f" ({reason})" * bool(reason)
         )
     for door, seen in result["doors"].items():
         if "failed" in seen:
             worse = worse or seen["how"] == "with fusepatch"
-            lines.append(f"the door {door} does not open {seen['how']}: {seen['failed']}")
+            lines.append(f"the entry point {door} fails {seen['how']}: {seen['failed']}")
     return lines, worse
 
 

@@ -1,9 +1,9 @@
 """Run rows of the matrix and write down what became of every site: `tox -e matrix -- --help`.
 
-Each row's environment or overlay is made on demand below a folder and kept for the next run. Then, each in a fresh process: the
-module of every site is imported, and the row's doors are opened without fusepatch and with it. A row's results lie in
-`RESULTS/NAME.json` below the folder; `--write` puts them into `outcomes.json`, from which the page is generated.
-Exit status 1 where an outcome is not the expected one, or a door does not open.
+Each row's environment or overlay is made on demand below a folder and kept for the next run. Then, each in a fresh
+process: the module of every site is imported, and the row's doors are opened without fusepatch and with it. A row's
+results lie in `RESULTS/NAME.json` below the folder; `--write` puts them into `outcomes.json`, from which the page is
+generated. Exit status 1 where an outcome is not the expected one, or a door does not open.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main() -> int:
     parser.add_argument("--all", action="store_true", help="the whole matrix; without it, the chosen set")
     parser.add_argument("--rows", nargs="+", default=[], metavar="TEXT", help="only rows whose name contains a TEXT")
     parser.add_argument(
-        "--patch", metavar="ID", help="only this patch's sites, without the doors; the rest stays as recorded"
+        "--patch", metavar="ID", help="only this patch's sites, without the entry points; the rest stays as recorded"
     )
     parser.add_argument("--list", action="store_true", help="print the names of the rows, and run nothing")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="how many rows run at once (default: 1)")
@@ -80,7 +80,8 @@ def choose(texts: Sequence[str], everything: bool) -> list[Row]:
 def run_rows(
     chosen: Iterable[Row], folder: Path, jobs: int, patch: str | None = None
 ) -> Iterator[tuple[Row, dict[str, Any]]]:
-    """Each row with its result as it ends, and one line printed for it; `failed` is the result of a row that cannot run.
+    """Each row with its result as it ends, and one line printed for it; `failed` is the result of a row that cannot
+    run.
 
     With `patch`, the result is the recorded one with that patch's sites looked at anew.
     """
@@ -128,15 +129,16 @@ def _run_row(
 
 
 def record(doors: Iterable[str], python: Path, paths: Sequence[Path]) -> dict[str, Any]:
-    """What one environment shows: the versions that were imported, every site's outcome, and what went through the doors.
+    """What one environment shows: the versions that were imported, every site's outcome, and what went through the
+    doors.
 
     Returns a JSON object:
         versions: of Python and of every library that was imported, by distribution.
         sites: patch id -> upstream -> module -> outcome with its flags.
         reasons: patch id -> module -> why, for every site that is not simply APPLIED.
-        doors: door -> `plain` and `patched`: model -> the kernels of Liger in it; `ledger`: patch id -> how many calls went
-            through it, how many values it replaced, how many fallbacks it recorded. Or `failed`, with the last line of the
-            error, `how` it was opened and its `output`.
+        doors: door -> `plain` and `patched`: model -> the kernels of Liger in it; `ledger`: patch id -> how many calls
+            went through it, how many values it replaced, how many fallbacks it recorded. Or `failed`, with the last
+            line of the error, `how` it was opened and its `output`.
     """
     return {
         **look_at_sites(python, paths),
@@ -145,7 +147,8 @@ def record(doors: Iterable[str], python: Path, paths: Sequence[Path]) -> dict[st
 
 
 def look_at_sites(python: Path, paths: Sequence[Path], patch: str | None = None) -> dict[str, Any]:
-    """The `versions`, `sites` and `reasons` of `record`: of every patch, or of one, importing what its sites are in alone."""
+    """The `versions`, `sites` and `reasons` of `record`: of every patch, or of one, importing what its sites are in
+    alone."""
     only = () if patch is None else ("--patch", patch)
     seen = enter("sites", *only, python=python, paths=paths, patched=True)
     found, reasons = outcomes(seen["fusepatch"])
@@ -229,11 +232,11 @@ def differences(row: Row, result: Mapping[str, Any], only: str | None = None) ->
                 f"{row.name}: {patch} at {module}: expected {wanted}, found {is_there}" + f" ({reason})" * bool(reason)
             )
     for door in row.doors if only is None else ():
-        seen = result["doors"].get(door, {"failed": "nobody tried", "how": "at all"})
+        seen = result["doors"].get(door, {"failed": "it was not run", "how": "in both runs"})
         if "failed" in seen:
-            lines.append(f"{row.name}: the door {door} does not open {seen['how']}: {seen['failed']}")
+            lines.append(f"{row.name}: the entry point {door} fails {seen['how']}: {seen['failed']}")
         elif not seen["ledger"]:
-            lines.append(f"{row.name}: no patch counted a call behind the door {door}")
+            lines.append(f"{row.name}: no patch counted a call in the entry point {door}")
     return [*lines, *_wrong_versions(row, result["versions"])]
 
 
@@ -286,8 +289,8 @@ def recorded() -> dict[str, Any]:
 def merged(results: Mapping[str, Any], everything: bool, only: str | None = None) -> str:
     """The text of the file of outcomes with these results: in place of all that it held, or over it.
 
-    A row is dropped where the matrix no longer has it, or has sites that it did not have when the row was run, other than
-    those of the patch `only`. Rows that have not been run are named.
+    A row is dropped where the matrix no longer has it, or has sites that it did not have when the row was run, other
+    than those of the patch `only`. Rows that have not been run are named.
     """
 
     def others(keys: Iterable[Key]) -> set[Key]:

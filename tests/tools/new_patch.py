@@ -1,6 +1,8 @@
-"""`python tests/tools/new_patch.py NAME`: the files of a new patch in a checkout, with what its author has to say left open.
+"""`python tests/tools/new_patch.py NAME`: the files of a new patch in a checkout, with what its author has to say left
+open.
 
-Every open place says `FILL IN` (or `FILL_IN`, where only a name can stand). A test rejects a checkout in which one is left.
+Every open place says `FILL IN` (or `FILL_IN`, where only a name can stand). A test rejects a checkout in which one is
+left.
 """
 
 from __future__ import annotations
@@ -97,7 +99,7 @@ def test_an_import_of_fusepatch_that_comes_late_is_no_different() -> None:
     assert CURED in fresh(f"import {MODULE}\\nimport fusepatch\\n" + CALL, env=ASKED, check=True).stdout
 
 
-def test_taken_out_again_the_fault_is_back() -> None:
+def test_deactivated_the_fault_is_back() -> None:
     undone = f"import fusepatch, {MODULE}\\nfusepatch.deactivate({ID!r})\\n"
     assert FAULT in fresh(undone + CALL, env=ASKED, check=True).stdout
 ''')
@@ -137,8 +139,8 @@ def create(name: str, here: Path) -> str:
     """
     if NAME.fullmatch(name) is None:
         raise NewPatchError(
-            f"{name!r} is no name of a patch: wanted are two words in lower case with a dot between them, the library or the "
-            f"subject and then the promise, such as trl.sft_packing. Nothing was written; choose such a name."
+            f"{name!r} is no name of a patch: wanted are two words in lower case with a dot between them, the library "
+            "or the subject and then the promise, such as trl.sft_packing. Nothing was written; choose such a name."
         )
     root = _checkout(here)
     module = name.replace(".", "_")
@@ -147,8 +149,9 @@ def create(name: str, here: Path) -> str:
     taken += [path.relative_to(root) for path in (root / "tests").rglob(test.name)]
     if taken:
         raise NewPatchError(
-            f"there is a patch {name} or one whose files have the same names: {', '.join(map(str, taken))} in {root}. Nothing was "
-            f"written; choose another name, or delete that patch first, also from fusepatch/patches/__init__.py."
+            f"there is a patch {name} or one whose files have the same names: {', '.join(map(str, taken))} in {root}. "
+            "Nothing was written; choose another name, or delete that patch first, also from "
+            "fusepatch/patches/__init__.py."
         )
     register = root / "fusepatch" / "patches" / "__init__.py"
     registered = _registered(register.read_text(encoding="utf-8"), module)
@@ -189,8 +192,8 @@ def _checkout(here: Path) -> Path:
             return folder
     raise NewPatchError(
         f"{here} lies in no checkout of fusepatch: wanted is a folder, this one or one above it, with fusepatch's own "
-        f"pyproject.toml. Patches are added to the sources, not to an installed package. Nothing was written; change into a "
-        f"checkout first."
+        "pyproject.toml. Patches are added to the sources, not to an installed package. Nothing was written; change "
+        "into a checkout first."
     )
 
 
@@ -206,8 +209,9 @@ def _registered(text: str, module: str) -> str:
     table = re.search(r"^PATCHES: .* = \(\n(?:    \w+\.PATCH,\n)+(?=\)$)", text, re.MULTILINE)
     if imports is None or table is None:
         raise NewPatchError(
-            "fusepatch/patches/__init__.py has another shape than this program can add to: wanted are one parenthesised import of "
-            "the patches and the tuple PATCHES, one name a line. Nothing was written; bring it into that shape."
+            "fusepatch/patches/__init__.py has another shape than this program can add to: wanted are one "
+            "parenthesised import of the patches and the tuple PATCHES, one name a line. Nothing was written; bring it "
+            "into that shape."
         )
     lines: Sequence[str] = sorted([*imports[1].splitlines(keepends=True), f"    {module},\n"])
     start, end = imports.span(1)

@@ -1,6 +1,7 @@
 """The rows of the matrix: what is installed for each, what is expected there, and how its environment is made.
 
-A row is a factor (an environment of its own) or an overlay (other releases put in front of a factor's own by PYTHONPATH).
+A row is a factor (an environment of its own) or an overlay (other releases put in front of a factor's own by
+PYTHONPATH).
 """
 
 from __future__ import annotations
@@ -125,7 +126,8 @@ def enter(
 
 
 def make_environment(row: Row, folder: Path, anew: bool = False) -> Path:
-    """The interpreter of a row's environment, made in `folder` unless it is there with these very requirements, or is wanted `anew`."""
+    """The interpreter of a row's environment, made in `folder` unless it is there with these very requirements, or is
+    wanted `anew`."""
     python = folder / "bin" / "python"
     written = folder / "requirements.txt"
     wanted = "\n".join([row.python, *row.requirements, "--no-deps", *row.no_deps])
@@ -141,7 +143,8 @@ def make_environment(row: Row, folder: Path, anew: bool = False) -> Path:
 
 
 def make_overlay(requirements: tuple[str, ...], python: str | Path, root: Path, nightly: bool = False) -> Path:
-    """The folder of an overlay below `root`, installed there if it is not yet; pre-releases count where it is a `nightly`."""
+    """The folder of an overlay below `root`, installed there if it is not yet; pre-releases count where it is a
+    `nightly`."""
     folder = root / "+".join(requirements)
     if not folder.is_dir():
         partial = folder.with_name(folder.name + ".partial")

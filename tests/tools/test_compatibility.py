@@ -183,9 +183,9 @@ class TestDifferences:
         result["doors"]["verl_engine"]["ledger"] = {}
         del result["doors"]["trinity_engine"]
         assert matrix.differences(row, result) == [
-            "latest: the door trainer does not open with fusepatch: ImportError",
-            "latest: no patch counted a call behind the door verl_engine",
-            "latest: the door trinity_engine does not open at all: nobody tried",
+            "latest: the entry point trainer fails with fusepatch: ImportError",
+            "latest: no patch counted a call in the entry point verl_engine",
+            "latest: the entry point trinity_engine fails in both runs: it was not run",
         ]
 
     def test_another_release_than_the_one_that_was_asked_for(self, row: Row, result: dict[str, Any]) -> None:
@@ -244,5 +244,5 @@ class TestDrift:
     def test_a_door_that_no_longer_opens(self, result: dict[str, Any], how: str, expected: bool) -> None:
         result["doors"]["trainer"] = {"failed": "ImportError", "how": how}
         lines, worse = drift.compare(result, RECORDED["rows"])
-        assert lines == [f"the door trainer does not open {how}: ImportError"]
+        assert lines == [f"the entry point trainer fails {how}: ImportError"]
         assert worse is expected

@@ -1,4 +1,5 @@
-"""`python tests/tools/new_patch.py`, in a copy of the checkout; and that nothing of a scaffold is left unfilled in this one."""
+"""`python tests/tools/new_patch.py`, in a copy of the checkout; and that nothing of a scaffold is left unfilled in this
+one."""
 
 from __future__ import annotations
 

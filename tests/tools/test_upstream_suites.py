@@ -1,4 +1,5 @@
-"""The page of upstream's own tests is what the recorded results say, and they say that nothing fails with the patches only."""
+"""The page of upstream's own tests is what the recorded results say, and they say that nothing fails with the patches
+only."""
 
 from __future__ import annotations
 

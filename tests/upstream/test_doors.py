@@ -1,4 +1,5 @@
-"""Every framework's own way into Liger, in fresh processes, without fusepatch and with it: what changed on the model."""
+"""Every framework's own way into Liger, in fresh processes, without fusepatch and with it: what changed on the
+model."""
 
 from __future__ import annotations
 
@@ -159,7 +160,8 @@ class TestVerl:
 
 
 class TestTrinity:
-    """Trinity-RFT passes `fused_linear_cross_entropy` itself: hard-coded False in 0.6, `not use_fused_kernels` before."""
+    """Trinity-RFT passes `fused_linear_cross_entropy` itself: hard-coded False in 0.6, `not use_fused_kernels`
+    before."""
 
     def test_the_engine_keeps_its_loss_and_gives_up_swiglu(self) -> None:
         needs("trinity_engine")

@@ -79,7 +79,8 @@ def engine(folder: Path, clip_grad: float = float("inf"), **changes: Any) -> Any
 
 
 def batch(step: int, rank: int = 0, micro: int = 4, tokens: int = 0) -> Any:
-    """Four rows as the SFT dataset makes them, and what the trainer adds about micro-batches (`tokens`: dynamic ones)."""
+    """Four rows as the SFT dataset makes them, and what the trainer adds about micro-batches (`tokens`: dynamic
+    ones)."""
     from verl.utils import tensordict_utils as tu
 
     generator = torch.Generator().manual_seed(100 * rank + step)

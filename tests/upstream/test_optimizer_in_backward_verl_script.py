@@ -1,4 +1,5 @@
-"""`optimizer.in_backward` in verl's real `fsdp_sft_trainer` (up to 0.7.0): imported, and run as `__main__` as torchrun does."""
+"""`optimizer.in_backward` in verl's real `fsdp_sft_trainer` (up to 0.7.0): imported, and run as `__main__` as torchrun
+does."""
 
 from __future__ import annotations
 

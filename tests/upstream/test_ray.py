@@ -1,4 +1,5 @@
-"""`ray.worker_setup` on a real Ray: drivers that bring a cluster with them, and drivers that join one started elsewhere."""
+"""`ray.worker_setup` on a real Ray: drivers that bring a cluster with them, and drivers that join one started
+elsewhere."""
 
 from __future__ import annotations
 
@@ -67,8 +68,8 @@ class TestClusterOfItsOwn:
             assert not worker["liger"]["rope"]
             assert worker["optimizer"]["groups"][0]["fused"] is True
             assert worker["fusepatch"]["optimizer.flags"]["calls"] > 0
-        # Ray's worker begins as scripts that become the worker by exec: where the start-up file is installed, these have left
-        # reports with the same pid.
+        # Ray's worker begins as scripts that become the worker by exec: where the start-up file is installed, these
+        # have left reports with the same pid.
         written = [json.loads(path.read_text()) for path in tmp_path.iterdir()]
         reports = {report["pid"]: report for report in written if report["role"].startswith("Ray")}
         roles = {kind: reports[worker["pid"]]["role"] for kind, worker in seen.models.items()}
@@ -277,7 +278,7 @@ def test_a_user_can_keep_all_workers_off_or_one_actor(cluster: Cluster) -> None:
     (job,), (notes,), (actor,) = drive(code).seen
     for worker in (job, actor):
         assert (worker["patched"], worker["variables"]) == (False, {"FUSEPATCH": "0"})
-    assert notes == ["ray.init: FUSEPATCH=0 in env_vars keeps the workers of this job off"]
+    assert notes == ["ray.init: FUSEPATCH=0 in env_vars keeps the workers of this job unpatched"]
 
 
 JOB = '{"runtime_env": %s, "metadata": {"name": "mine"}}'
@@ -358,7 +359,10 @@ def test_a_worker_without_fusepatch_says_so_and_lives(cluster: Cluster, python_w
     drove = drive(code)
     (worker,) = drove.seen[0]
     assert (worker["patched"], worker["their hook"]) == (False, "alone")
-    message = f"fusepatch: NOT ACTIVE in the Ray worker with pid {worker['pid']}, which trains unpatched; it is not installed for"
+    message = (
+        f"fusepatch: NOT ACTIVE in the Ray worker with pid {worker['pid']}, which trains unpatched; it is not "
+        "installed for"
+    )
     assert message in drove.errors
 
 

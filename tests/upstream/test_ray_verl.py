@@ -44,8 +44,8 @@ class TestWorkerGroup:
             assert rank["forward"]["function"].startswith("verl.models.transformers.")
             assert rank["liger"]["rms_norm"]
             assert not rank["liger"]["mlp"]
-            # Ray's worker begins as a script that becomes the worker by exec: where the start-up file is installed, that has
-            # left a report with the same pid.
+            # Ray's worker begins as a script that becomes the worker by exec: where the start-up file is installed,
+            # that has left a report with the same pid.
             (report,) = [r for r in reports if r["pid"] == rank["pid"] and r["role"].startswith("Ray actor")]
             assert (report["role"], report["rank"], report["world_size"]) == ("Ray actor EngineWorker", number, 2)
             calls = {patch["id"]: patch["calls"] for patch in report["patches"]}

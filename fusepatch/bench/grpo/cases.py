@@ -10,9 +10,9 @@ from typing import Literal
 class Case:
     """One setting of the loss.
 
-    ``ragged``: 55 % of the tokens are valid, else all. ``zero_advantages``: those of every second sequence. ``old``: old
-    log-probabilities and a sampling ratio [B, T] are given, at sequence level the first alone. ``beta``: weight of the
-    KL penalty; where it is not 0, reference log-probabilities are given.
+    ``ragged``: 55 % of the tokens are valid, else all. ``zero_advantages``: those of every second sequence. ``old``:
+    old log-probabilities and a sampling ratio [B, T] are given, at sequence level the first alone. ``beta``: weight of
+    the KL penalty; where it is not 0, reference log-probabilities are given.
     """
 
     name: str

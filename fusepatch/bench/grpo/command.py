@@ -33,7 +33,7 @@ _WORKER = "fusepatch.bench.grpo.worker"
 
 _ABOUT = """\
 Times forward and backward of a linear head with a GRPO loss on this machine:
-each implementation in a process of its own, by turns, several times over.
+each implementation has its own process, and they take turns, several times.
 Prints minimum and median of all calls, the memory, and beside each time a check
 of the loss and the gradients against float64 on the same inputs. Nothing is
 compared with a time whose check failed.
@@ -79,7 +79,8 @@ def add_parser(what: Any) -> None:
         action="append",
         default=[],
         metavar="NAME=PATH",
-        help="a wheel or folder that comes first on that peer's path; a NAME with a label (liger-0.8.3) is one more peer",
+        help="a wheel or folder that comes first on that peer's path; a NAME with a label (liger-0.8.3) is one more "
+        "peer",
     )
     grpo.add_argument("--repeats", type=repeats, default=3, metavar="N", help="at least 3, the default")
     grpo.add_argument("--json", metavar="FILE", help="write everything measured")

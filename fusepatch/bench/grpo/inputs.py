@@ -1,4 +1,5 @@
-"""The inputs of a case, its policy in plain torch, and the float64 reference that every implementation is checked against."""
+"""The inputs of a case, its policy in plain torch, and the float64 reference that every implementation is checked
+against."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ _CHUNK_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class Inputs:
-    """hidden [B, T, H] and weight [V, H] are leaves; targets int64 [B, T]; mask, old, reference and ratio float32 [B, T];
-    advantages float32 [B].
+    """hidden [B, T, H] and weight [V, H] are leaves; targets int64 [B, T]; mask, old, reference and ratio float32 [B,
+    T]; advantages float32 [B].
     """
 
     hidden: torch.Tensor
@@ -36,9 +37,9 @@ class Inputs:
 def make_inputs(case: Case, shape: Shape, device: torch.device) -> Inputs:
     """The same inputs in every process on this machine.
 
-    The other tokens' logits have standard deviation 1, and the target's is set so that its probability lies between 2 and
-    98 %, as those of sampled tokens do: the softmax then has a part in the gradients that a check can see. Importance
-    ratios keep a distance from the clipping range's ends, which rounding could otherwise carry them across.
+    The other tokens' logits have standard deviation 1, and the target's is set so that its probability lies between 2
+    and 98 %, as those of sampled tokens do: the softmax then has a part in the gradients that a check can see.
+    Importance ratios keep a distance from the clipping range's ends, which rounding could otherwise carry them across.
     """
     generator = torch.Generator(device).manual_seed(0)
     dtype = getattr(torch, shape.dtype)

@@ -162,7 +162,7 @@ def _put_bare_packages(*names: str) -> None:
         del sys.modules[loaded]
     spec = importlib.util.find_spec(names[0])
     if spec is None or not spec.submodule_search_locations:
-        raise NotInstalledError(f"{names[0]} is no package here")
+        raise NotInstalledError(f"{names[0]} is not a package here")
     root = next(iter(spec.submodule_search_locations))
     for name in names:
         package = types.ModuleType(name)

@@ -1,7 +1,8 @@
-"""One implementation in a process of its own: reads commands from stdin, one JSON object a line, and answers each likewise.
+"""One implementation in a process of its own: reads commands from stdin, one JSON object a line, and answers each
+likewise.
 
-Started as `python -m fusepatch.bench.grpo.worker IMPLEMENTATION [PATH]`, with FUSEPATCH=0 in the environment, so that nothing
-is patched before the implementation says so.
+Started as `python -m fusepatch.bench.grpo.worker IMPLEMENTATION [PATH]`, with FUSEPATCH=0 in the environment, so that
+nothing is patched before the implementation says so.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ VARIANTS = {
 }
 
 TOLERANCES = {"float32": 1e-5, "bfloat16": 2e-2}
-"""Largest distance of all weights after `CHECK_STEPS` steps from those of `default`, relative to their length. In bfloat16 the
-fused kernels round once per step, the other forms after every operation."""
+"""Largest distance of all weights after `CHECK_STEPS` steps from those of `default`, relative to their length. In
+bfloat16 the fused kernels round once per step, the other forms after every operation."""
 
 CHECK_STEPS = 3
 

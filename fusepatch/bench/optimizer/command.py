@@ -30,10 +30,10 @@ from fusepatch.bench.report import Row
 
 _ABOUT = """\
 Times training steps of a stack of feed-forward blocks with AdamW on this
-machine, each variant in a process of its own, by turns, several times over.
+machine. Each variant has its own process; they take turns, several times.
 Prints minimum and median of forward, backward and step together, the part that
 is not forward and backward, the memory of a step above parameters and optimizer
-state, and beside them a check of the weights after {steps} steps against those of
+state, and a check of the weights after {steps} steps against those of
 `default`. Nothing is compared with a time whose check failed.
 
 variants:
@@ -202,7 +202,8 @@ def cells(table: Table) -> list[list[str]]:
                 report.gib(row.memory.get("above_state_bytes")),
                 "the others are compared with it"
                 if row is default
-                else f"{'passed' if row.passed else 'FAILED CHECK'}: {row.check['error']:.1e} (at most {row.check['tolerance']:g})",
+                else f"{'passed' if row.passed else 'FAILED CHECK'}: {row.check['error']:.1e} (at most "
+                f"{row.check['tolerance']:g})",
             ]
         )
     return result
@@ -211,8 +212,9 @@ def cells(table: Table) -> list[list[str]]:
 def machine_text(document: dict[str, Any]) -> str:
     machine, size = document["machine"], document["size"]
     return (
-        f"{machine['device']}, torch {machine['torch']}, Python {machine['python']}; {document['parameters']:,} parameters in "
-        f"{size['blocks']} blocks, hidden {size['hidden']}, {size['rows']} rows; {document['repeats']} interleaved repeats"
+        f"{machine['device']}, torch {machine['torch']}, Python {machine['python']}; {document['parameters']:,} "
+        f"parameters in {size['blocks']} blocks, hidden {size['hidden']}, {size['rows']} rows; {document['repeats']} "
+        "interleaved repeats"
     )
 
 

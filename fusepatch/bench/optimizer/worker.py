@@ -66,7 +66,8 @@ def build(variant: str, size: Size, dtype: str, device: torch.device) -> Trainin
 
 
 def check(training: Training, path: str, variant: str, dtype: str) -> dict[str, Any]:
-    """The weights after some steps beside those of `default`, which leaves its own in a file; then the memory of a step."""
+    """The weights after some steps beside those of `default`, which leaves its own in a file; then the memory of a
+    step."""
     for _ in range(CHECK_STEPS):
         training.step()
     weights = [parameter.detach().cpu() for parameter in training.model.parameters()]

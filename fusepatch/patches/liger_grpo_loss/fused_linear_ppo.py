@@ -99,7 +99,8 @@ class _PolicyRaisedError(Exception):
 
 
 class _Obstacle(NamedTuple):
-    """Why upstream's own code takes a call. `mistake`: it will raise, and `text` says what is wrong with the argument."""
+    """Why upstream's own code takes a call. `mistake`: it will raise, and `text` says what is wrong with the
+    argument."""
 
     text: str
     mistake: bool = False
@@ -191,7 +192,8 @@ def _save(call: _Call, gradients: Gradients) -> None:
     if not _has_backward(call):
         return
     # Upstream's backward up to 0.8.3 multiplies the first two whatever they are. With something to multiply in their
-    # place, a graph that was built here outlives the patch. Backward runs, too, where only another input asks for a gradient.
+    # place, a graph that was built here outlives the patch. Backward runs, too, where only another input asks for a
+    # gradient.
     placeholder = call.get("_input").new_empty(0)
     hidden_gradient = None if gradients.hidden is None else gradients.hidden.to(placeholder.dtype)
     made = (hidden_gradient, gradients.weight, gradients.bias)
@@ -201,8 +203,8 @@ def _save(call: _Call, gradients: Gradients) -> None:
 
 
 def _has_backward(call: _Call) -> bool:
-    """Whether autograd will run backward for this call: `needs_input_grad` is the same with and without grad mode, but a
-    node that nothing will run has no next functions.
+    """Whether autograd will run backward for this call: `needs_input_grad` is the same with and without grad mode, but
+    a node that nothing will run has no next functions.
     """
     return len(call.ctx.next_functions) > 0
 
@@ -319,8 +321,8 @@ def _traits(call: _Call) -> PolicyTraits:
 
 
 def _not_known(call: _Call, target: Target) -> _Obstacle | None:
-    """Why nothing may be assumed about the policy or the model's logits: only upstream's own forward cuts the batch and the
-    log-probabilities as such a policy expects.
+    """Why nothing may be assumed about the policy or the model's logits: only upstream's own forward cuts the batch and
+    the log-probabilities as such a policy expects.
     """
     if not call.model.understood:
         return _Obstacle("the model's logits are not what its lm_head gives")
@@ -328,7 +330,7 @@ def _not_known(call: _Call, target: Target) -> _Obstacle | None:
     if replaced is not None:
         return _Obstacle(replaced)
     unknown = _unknown_parameter_in_use(call)
-    return None if unknown is None else _Obstacle(f"{unknown} is in use, an argument that is not known here")
+    return None if unknown is None else _Obstacle(f"{unknown} is in use, an argument that fusepatch does not know")
 
 
 def _unknown_parameter_in_use(call: _Call) -> str | None:
@@ -350,8 +352,8 @@ def _collective_in_policy(call: _Call) -> bool:
 
 
 def _global_number_of_items(call: _Call) -> torch.Tensor | None:
-    """The number of tokens of all ranks, by one collective for the whole call; None where the policy needs no collective
-    or cannot be given the number (before 0.8.1).
+    """The number of tokens of all ranks, by one collective for the whole call; None where the policy needs no
+    collective or cannot be given the number (before 0.8.1).
     """
     import torch
 
@@ -457,8 +459,9 @@ def _refused_by_upstream(call: _Call) -> _Obstacle | None:
 
 
 def _misshapen(call: _Call) -> _Obstacle | None:
-    """A tensor whose shape or device is not the plain one. Upstream refuses most of these, and gives some a meaning that
-    depends on its release and on its chunks (a bias that is longer than the vocabulary, or one number for all of it).
+    """A tensor whose shape or device is not the plain one. Upstream refuses most of these, and gives some a meaning
+    that depends on its release and on its chunks (a bias that is longer than the vocabulary, or one number for all of
+    it).
     """
     hidden, weight = call.get("_input"), call.get("weight")
     if hidden.dim() != 3:
@@ -542,8 +545,8 @@ def _to_upstream(
     if model.described:
         ledger.refused(
             ID,
-            f"the model's {model.described} is left out of the loss, since upstream's own forward computes it ({obstacle.text}): "
-            f"log-probabilities differ from the model's; train this model without Liger's loss",
+            f"the model's {model.described} is left out of the loss, since upstream's own forward computes it "
+            f"({obstacle.text}): log-probabilities differ from the model's; train this model without Liger's loss",
             kind=f"left out by upstream's own forward: {model.described}",
         )
     if not obstacle.mistake:

@@ -1,4 +1,5 @@
-"""What TRL's `compute_liger_loss` leaves out of a training step that the trainer's native path has: said once, not mended."""
+"""What TRL's `compute_liger_loss` leaves out of a training step that the trainer's native path has: said once, not
+mended."""
 
 from __future__ import annotations
 
@@ -20,14 +21,15 @@ OBJECTIVE = "_compute_loss"
 
 
 def report(trainer: Any, model: Any, inputs: Mapping[str, Any], compute_liger_loss: Any) -> None:
-    """Say (an error under FUSEPATCH_STRICT=1) what the native path would take into account here and Liger's does not."""
+    """Say (an error under FUSEPATCH_STRICT=1) what the native path would take into account here and Liger's does
+    not."""
     name = type(model).__name__
     if has_adapter(getattr(model, "lm_head", None)):
         ledger.refused(
             ID,
-            f"the lm_head of {name} carries an adapter, and the fused loss reads the base weight alone: the "
-            f"adapter is left out of the loss and gets no gradient; take lm_head out of target_modules, or train without "
-            f"Liger's loss",
+            f"the lm_head of {name} carries an adapter, and the fused loss reads the base weight alone: the adapter is "
+            "left out of the loss and gets no gradient; remove lm_head from target_modules, or train without Liger's "
+            "loss",
         )
     if getattr(trainer, "aux_loss_enabled", False):
         ledger.refused(
@@ -39,14 +41,15 @@ def report(trainer: Any, model: Any, inputs: Mapping[str, Any], compute_liger_lo
     if dropped:
         ledger.refused(
             ID,
-            f"TRL's Liger path leaves {', '.join(dropped)} of this batch out of its call of {name}, which the native path passes: "
-            f"the hidden states, and with them the loss, may be other ones; train this model without Liger's loss",
+            f"TRL's Liger path leaves {', '.join(dropped)} of this batch out of its call of {name}, which the native "
+            "path passes: the hidden states, and so the loss, may differ; train this model without Liger's loss",
         )
     for method in overridden(trainer, compute_liger_loss):
         ledger.refused(
             ID,
-            f"{type(trainer).__name__} has a {method} of its own, which TRL does not call while Liger's loss is on: what it "
-            f"computes is left out, and the objective is TRL's GRPO loss; train without Liger's loss to have yours",
+            f"{type(trainer).__name__} has a {method} of its own, which TRL does not call while Liger's loss is on: "
+            "what it computes is left out, and the objective is TRL's GRPO loss; train without Liger's loss to use "
+            "yours",
         )
 
 

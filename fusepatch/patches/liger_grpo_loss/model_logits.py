@@ -1,9 +1,10 @@
 """What a model does to the output of its lm_head, which no release of Liger's loss is told.
 
 TRL hands the loss hidden states and `lm_head.weight`. Gemma 2 caps the logits, Cohere multiplies them, Granite divides
-them, in their own forward, which the fused loss does not call. The handler of `GRPOTrainer.compute_liger_loss` says which
-model is trained, and the handlers of the loss, which run inside of it, ask here. At the first call for a model its own
-logits of a few rows are compared with the head's; what its names say is believed only where that cannot be done.
+them, in their own forward, which the fused loss does not call. The handler of `GRPOTrainer.compute_liger_loss` says
+which model is trained, and the handlers of the loss, which run inside of it, ask here. At the first call for a model
+its own logits of a few rows are compared with the head's; what its names say is believed only where that cannot be
+done.
 """
 
 from __future__ import annotations
@@ -59,9 +60,10 @@ SPEAKS_OF_LOGITS = re.compile(
 class ModelLogits(NamedTuple):
     """From the output of the lm_head to the model's logits, and what there is to say of it at each call.
 
-    replaced: what the loss takes that upstream leaves out. refused: what neither takes. unchecked: why the model was not asked.
-    understood: whether `map` gives the model's logits, as far as is known. float32_head: whether the model multiplies its
-    half-precision hidden states by a float32 head in float32.
+    replaced: what the loss takes that upstream leaves out. refused: what neither takes. unchecked: why the model was
+    not asked.
+    understood: whether `map` gives the model's logits, as far as is known. float32_head: whether the model multiplies
+    its half-precision hidden states by a float32 head in float32.
     """
 
     map: Map = Map()
@@ -133,8 +135,8 @@ def model_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
 def read(model: Any, hidden: Any = None, weight: Any = None, bias: Any = None) -> ModelLogits:
     """Compare the model's own logits of a few rows with the head's, and say what is between them.
 
-    hidden: hidden states of the dtype and device that the loss gets; weight, bias: the head that it gets. All three are the
-    lm_head's own where they are not given.
+    hidden: hidden states of the dtype and device that the loss gets; weight, bias: the head that it gets. All three are
+    the lm_head's own where they are not given.
     """
     if weight is None:
         weight, bias = model.lm_head.weight, model.lm_head.bias
@@ -154,10 +156,10 @@ def read(model: Any, hidden: Any = None, weight: Any = None, bias: Any = None) -
     rows, largest = len(compared.raw), compared.difference(Map())
     if found is None:
         return ModelLogits(
-            refused=f"the logits of {name} are not what its lm_head gives: for {rows} rows of hidden states they differ by up "
-            f"to {largest:.2g} of the largest logit, which no soft cap or scale in its configuration explains; upstream's own "
-            f"forward computes the loss from the lm_head alone: log-probabilities differ from the model's; train this model "
-            f"without Liger's loss",
+            refused=f"the logits of {name} are not what its lm_head gives: for {rows} rows of hidden states they "
+            f"differ by up to {largest:.2g} of the largest logit, which no soft cap or scale in its configuration "
+            "explains; upstream's own forward computes the loss from the lm_head alone: log-probabilities differ from "
+            "the model's; train this model without Liger's loss",
             understood=False,
         )
     logits = ModelLogits(found, float32_head=_multiplies_in_float32(compared, found, hidden, weight))
@@ -166,9 +168,9 @@ def read(model: Any, hidden: Any = None, weight: Any = None, bias: Any = None) -
     if not taken:
         return logits
     return logits._replace(
-        replaced=f"{name}: the loss takes the model's {' and '.join(taken)}, which upstream leaves out; compared with the "
-        f"model's own logits of {rows} rows: they differ by {compared.difference(found):.1g} of the largest logit, without it "
-        f"by {largest:.1g}"
+        replaced=f"{name}: the loss takes the model's {' and '.join(taken)}, which upstream leaves out; compared with "
+        f"the model's own logits of {rows} rows: they differ by {compared.difference(found):.1g} of the largest logit, "
+        f"without it by {largest:.1g}"
     )
 
 
@@ -194,7 +196,8 @@ def _unchecked(model: Any, named: Map, reason: str) -> ModelLogits:
     logits = ModelLogits(named, unchecked=f"the logits of {name} were not compared with its lm_head's: {reason}")
     if logits.described:
         logits = logits._replace(
-            replaced=f"{name}: the loss takes the model's {logits.described}, which upstream leaves out; known by its name"
+            replaced=f"{name}: the loss takes the model's {logits.described}, which upstream leaves out; known by its "
+            "name"
         )
     config = model.config.get_text_config().to_dict()
     known = {named.scale_name, named.cap_name}
@@ -206,9 +209,9 @@ def _unchecked(model: Any, named: Map, reason: str) -> ModelLogits:
     if not suspicious:
         return logits
     return logits._replace(
-        refused=f"the configuration of {name} sets {', '.join(suspicious)}, which is not known here, and its logits could not be "
-        f"compared with its lm_head's ({reason}): the loss is computed without it, as upstream does; compare with a run "
-        f"without Liger's loss"
+        refused=f"the configuration of {name} sets {', '.join(suspicious)}, which fusepatch does not know, and its "
+        f"logits could not be compared with its lm_head's ({reason}): the loss is computed without it, as upstream "
+        "does; compare with a run without Liger's loss"
     )
 
 

@@ -21,8 +21,8 @@ TARGETS = (0.03, 1.0, 30.0, 300.0)
 """The largest raw output of each pair of rows: the small ones show a scale, the large ones a cap."""
 COLUMNS_TRIED = 512
 HALF_TOLERANCE, FLOAT_TOLERANCE = 0.015, 2e-3
-"""Largest difference that rounding explains, relative to the largest logit of a row: a few operations in bfloat16, or one
-product of float32 operands in TF32."""
+"""Largest difference that rounding explains, relative to the largest logit of a row: a few operations in bfloat16, or
+one product of float32 operands in TF32."""
 ROUNDED_OPERANDS = 5e-5
 """A product of half-precision operands differs by more than this from the same product in float32."""
 
@@ -32,7 +32,8 @@ class NotComparedError(Exception):
 
 
 class Map(NamedTuple):
-    """Times `scale`, then `cap * tanh(x / cap)` unless `cap` is None; and the names that the two have in the configuration."""
+    """Times `scale`, then `cap * tanh(x / cap)` unless `cap` is None; and the names that the two have in the
+    configuration."""
 
     scale: float = 1.0
     cap: float | None = None
@@ -94,7 +95,8 @@ def compare(model: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.
 
 
 def explained(comparison: Comparison, numbers: Mapping[str, float]) -> Map | None:
-    """The scale and the cap, out of the numbers of the model's configuration, that turn the raw output into the logits."""
+    """The scale and the cap, out of the numbers of the model's configuration, that turn the raw output into the
+    logits."""
     import torch
 
     raw, logits = comparison.raw, comparison.logits
@@ -124,7 +126,8 @@ def explained(comparison: Comparison, numbers: Mapping[str, float]) -> Map | Non
 
 
 class _Backbone:
-    """Stands where the model's forward calls its backbone, and answers with the rows. Everything else of it is the real one's."""
+    """Stands where the model's forward calls its backbone, and answers with the rows. Everything else of it is the real
+    one's."""
 
     def __init__(self, real: Any, rows: torch.Tensor) -> None:
         self._real = real

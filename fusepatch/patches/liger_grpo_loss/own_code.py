@@ -56,7 +56,8 @@ _found: dict[type, _Evidence] = {}
 
 
 def replaced_in(kind: Any, forward: Target) -> str | None:
-    """What `kind`, a subclass of the base that `forward` is a method of, takes from elsewhere than from its library's own source.
+    """What `kind`, a subclass of the base that `forward` is a method of, takes from elsewhere than from its library's
+    own source.
 
     None where the base, the policy and all that they reach are the source's own.
     """

@@ -1,7 +1,7 @@
 """An lm_head that is a DTensor (FSDP2): whole during forward, its gradient sharded again in backward.
 
-Outside of an autograd function, `full_tensor()` sums or drops gradients of the other ranks unless told otherwise; inside
-of one it is the mean over ranks that FSDP's own reduction gives.
+Outside of an autograd function, `full_tensor()` sums or drops gradients of the other ranks unless told otherwise;
+inside of one it is the mean over ranks that FSDP's own reduction gives.
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ PATCH = Patch(
     id=ID,
     promise="On request, the optimizer's step runs inside backward, and each gradient is freed as soon as it is used.",
     why=(
-        "Between backward and the step every gradient is held at once: as much memory again as the trainable parameters. "
-        "torch's recipe makes one optimizer per parameter, which no framework's checkpoints and schedulers take, and "
-        "computes something else without a word under gradient accumulation, clipping and DDP."
+        "Between backward and the step every gradient is held at once: as much memory again as the trainable "
+        "parameters. torch's recipe makes one optimizer per parameter, which no framework's checkpoints and schedulers "
+        "support, and silently computes something else under gradient accumulation, clipping and DDP."
     ),
     upstream=(
         "https://github.com/volcengine/verl/issues/2558",
@@ -29,36 +29,40 @@ PATCH = Patch(
     variables=("FUSEPATCH_OPTIMIZER_IN_BACKWARD",),
     requested_by="FUSEPATCH_OPTIMIZER_IN_BACKWARD",
     changes=(
-        "with FUSEPATCH_OPTIMIZER_IN_BACKWARD=1, each parameter of the transformers Trainer and of the trainers derived from it "
-        "(TRL's SFTTrainer; any with one backward per optimizer step) is updated in backward by the one real optimizer, and its "
-        "gradient is freed; state, checkpoints and schedules are the ordinary ones, in both directions",
-        "the same in verl's fsdp_sft_trainer and FSDP engine (sft_trainer) with optim.clip_grad=inf; its guard against a norm that "
-        "is not finite is kept for each gradient",
-        "the framework's own step() and zero_grad() stay what they are and find nothing to do; parameters that were added or "
-        "unfrozen later, and tied weights under re-entrant checkpointing, are updated there",
-        "gradient accumulation, gradient clipping (max_grad_norm and optim.clip_grad are 1.0 by default), fp16, DDP, DataParallel, "
-        "FSDP1, DeepSpeed, offload, compiled autograd, auto_find_batch_size and optimizers whose step is not known to be per "
-        "parameter are refused before training, with the setting to change",
-        "a second backward before the step raises an error with the parameter's name; backward passes outside the training step "
-        "are ordinary ones",
-        "a weight that backward needs after its update (it is also used detached) is an error: every update raises the version that "
-        "autograd compares, and under gradient checkpointing every region that is computed again, and what it saved, is looked at",
-        "settings that change in mid-run, step pre-hooks, a step that is replaced or wrapped and an optimizer that is exchanged in the "
-        "forward are errors before that step changes a parameter; a Trainer whose callback exchanges it between two steps trains on",
+        "with FUSEPATCH_OPTIMIZER_IN_BACKWARD=1, each parameter of the transformers Trainer and of the trainers "
+        "derived from it (TRL's SFTTrainer; any with one backward per optimizer step) is updated in backward by the "
+        "one real optimizer, and its gradient is freed; state, checkpoints and schedules are the ordinary ones, so a "
+        "run can resume with it or without it",
+        "the same in verl's fsdp_sft_trainer and FSDP engine (sft_trainer) with optim.clip_grad=inf; its guard against "
+        "a norm that is not finite is kept for each gradient",
+        "the framework's own step() and zero_grad() still run and find nothing to do; they update only parameters that "
+        "were added or unfrozen later, and tied weights under re-entrant checkpointing",
+        "gradient accumulation, gradient clipping (max_grad_norm and optim.clip_grad are 1.0 by default), fp16, DDP, "
+        "DataParallel, FSDP1, DeepSpeed, offload, compiled autograd, auto_find_batch_size and optimizers whose step is "
+        "not known to be per parameter raise an error before training starts, which names the setting to change",
+        "a second backward before the step raises an error with the parameter's name; backward passes outside the "
+        "training step do not update parameters",
+        "a weight that backward needs after its update (because it is also used detached) is an error: every update "
+        "raises the version that autograd compares, and under gradient checkpointing every recomputed region, and what "
+        "it saved, is checked",
+        "settings that change during a run, step pre-hooks, a replaced or wrapped step, and an optimizer that is "
+        "replaced during the forward are errors before that step changes a parameter; a Trainer whose callback "
+        "replaces the optimizer between two steps continues",
     ),
     limits=(
         "grad_norm is logged as 0 (transformers 5, verl) or not at all (transformers 4)",
-        "step post-hooks run once per step, in the framework's own step(), and callbacks before the step see no gradients: the "
-        "parameters are updated by then",
-        "a weight that is read too late is not seen where it is used through weight.data outside a checkpointed region, nor where a "
-        "region is computed again by other code than torch.utils.checkpoint, or reaches the weight through other objects than "
-        "modules, arguments, closures, globals that it names, partials, lists, tuples, sets, dictionaries and the object of a bound method",
-        "a backward that raises in the middle leaves parameters of which some are updated",
-        "a gradient that is not finite skips its own parameter in verl, where verl would skip the whole step; under FSDP2 each rank "
-        "looks at its own part of the gradient",
-        "a batch of several dynamic micro-batches in verl takes the ordinary step, and saves no memory",
-        "not reached: loops that do not run through Trainer._inner_training_loop, verl's PPO workers of before the engine, "
-        "verl's Megatron, VeOmni, Automodel and torchtitan engines",
+        "step post-hooks run once per step, in the framework's own step(), and callbacks before the step see no "
+        "gradients, because the parameters are already updated",
+        "a weight that is read after its update is not detected where it is used through weight.data outside a "
+        "checkpointed region, where other code than torch.utils.checkpoint recomputes a region, or where a region "
+        "reaches the weight through other objects than modules, arguments, closures, globals that it names, partials, "
+        "lists, tuples, sets, dictionaries and the object of a bound method",
+        "a backward that raises midway leaves some parameters updated and others not",
+        "in verl, a gradient that is not finite skips only its own parameter, where verl alone would skip the whole "
+        "step; under FSDP2 each rank checks its own part of the gradient",
+        "in verl, a batch of several dynamic micro-batches takes the ordinary step and saves no memory",
+        "not supported: loops that do not run through Trainer._inner_training_loop, verl's PPO workers from before the "
+        "engine, verl's Megatron, VeOmni, Automodel and torchtitan engines",
     ),
     sites=(
         Site(

@@ -1,4 +1,5 @@
-"""torch's gradient checkpointing: its two ways of computing a region again, each with a look at the weights that it reads.
+"""torch's gradient checkpointing: its two ways of computing a region again, each with a look at the weights that it
+reads.
 
 `checkpoint` itself is left alone: Dynamo knows it by identity, and frameworks take it by name.
 """
@@ -23,7 +24,8 @@ def reentrant(proceed: Proceed, ctx: Any, run_function: Callable[..., Any], *arg
 
 
 def saving(proceed: Proceed, hooks: Any, frame: Any) -> None:
-    """Handler of `_checkpoint_hook.__init__`, whose unpack hook computes the region again and returns what that saved."""
+    """Handler of `_checkpoint_hook.__init__`, whose unpack hook computes the region again and returns what that
+    saved."""
     proceed(hooks, frame)
     if in_backward.any_live():
         from fusepatch.optim import recomputation

@@ -1,9 +1,10 @@
 """The transformers Trainer, and the trainers derived from it (TRL, axolotl, LLaMA-Factory, ms-swift).
 
-`Trainer._inner_training_loop` is wrapped, for it brackets one training. What the hooks need is settled inside it only: the
-optimizer and the model are prepared, and a checkpoint is loaded, when `on_train_begin` is called. So a callback that is there
-for the time of the loop looks, refuses, hooks and arms: from `on_step_begin` to `on_pre_optimizer_step`, which is
-exactly one training step's backward. Backward passes of evaluations, of other callbacks and of user code are ordinary ones.
+`Trainer._inner_training_loop` is wrapped, for it brackets one training. What the hooks need is settled inside it only:
+the optimizer and the model are prepared, and a checkpoint is loaded, when `on_train_begin` is called. So a callback
+that is there for the time of the loop looks, refuses, hooks and arms: from `on_step_begin` to `on_pre_optimizer_step`,
+which is exactly one training step's backward. Backward passes of evaluations, of other callbacks and of user code are
+ordinary ones.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from fusepatch.engine.patch import Proceed
 from fusepatch.optim import in_backward
 from fusepatch.optim.in_backward import InBackward, Obstacle
 from fusepatch.patches.optimizer_in_backward import attachment
-from fusepatch.patches.optimizer_in_backward.attachment import ID
+from fusepatch.patches.optimizer_in_backward.attachment import CALLER, ID
 
 
 def inner_training_loop(proceed: Proceed, trainer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -27,7 +28,7 @@ def inner_training_loop(proceed: Proceed, trainer: Any, *args: Any, **kwargs: An
     if not settings.current().optimizer_in_backward:
         return proceed(trainer, *args, **kwargs)
     ledger.count_call(ID)
-    in_backward.refuse(_named(trainer), _of_settings(trainer))  # before a large model is sharded and loaded
+    in_backward.refuse(_named(trainer), _of_settings(trainer), CALLER)  # before a large model is sharded and loaded
     callback = _callback_class()(trainer)
     trainer.add_callback(callback)
     try:
@@ -51,25 +52,25 @@ def _of_arguments(arguments: Any) -> Iterable[Obstacle]:
         yield Obstacle(
             f"gradient_accumulation_steps={arguments.gradient_accumulation_steps}",
             "each of the backward passes would update the parameters with a part of the gradient",
-            "set gradient_accumulation_steps=1 and per_device_train_batch_size to the whole batch (memory that it needs may be "
-            "what in-backward frees; gradient checkpointing frees more)",
+            "set gradient_accumulation_steps=1 and per_device_train_batch_size to the whole batch (in-backward may "
+            "free the memory that this needs; gradient checkpointing frees more)",
         )
     if in_backward.clips(arguments.max_grad_norm):
         yield Obstacle(
             f"max_grad_norm={arguments.max_grad_norm} (1.0 is the Trainer's default)",
-            "the norm over all gradients is known after backward only, when they have been used",
+            "the norm over all gradients is known only after backward, when they have already been used",
             "set max_grad_norm=0, which trains without clipping",
         )
     if arguments.fp16:
         yield Obstacle(
             "fp16=True",
-            "the GradScaler looks at all gradients before it allows a step",
+            "the GradScaler checks all gradients before it allows a step",
             "set bf16=True instead",
         )
     if arguments.auto_find_batch_size:
         yield Obstacle(
             "auto_find_batch_size=True",
-            "a backward that runs out of memory has updated some of the parameters already when it is tried again",
+            "when a backward that ran out of memory is tried again, it has already updated some of the parameters",
             "set per_device_train_batch_size",
         )
 
@@ -79,13 +80,13 @@ def _of_accelerator(accelerator: Any) -> Iterable[Obstacle]:
     if kind in ("DEEPSPEED", "MEGATRON_LM", "XLA"):
         yield Obstacle(
             f"accelerate runs {kind}",
-            "it keeps gradients and their reduction to itself (DeepSpeed at every ZeRO stage)",
+            "it manages gradients and their reduction itself (DeepSpeed at every ZeRO stage)",
             "shard with FSDP2 (fsdp_version=2), or train in one process",
         )
     if getattr(accelerator, "scaler", None) is not None:
         yield Obstacle(
             "accelerate scales the loss with a GradScaler (fp16)",
-            "it looks at all gradients before it allows a step",
+            "it checks all gradients before it allows a step",
             "use bf16",
         )
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
@@ -165,7 +166,7 @@ def _callback_class() -> Any:
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             # Callbacks may change the arguments and exchange the optimizer between two steps.
             found = [*_of_settings(self.trainer), *_of_wrappers(self.trainer.optimizer)]
-            in_backward.refuse(_named(self.trainer), found, begun=True)
+            in_backward.refuse(_named(self.trainer), found, CALLER, begun=True)
             if self.attached is not None and self.attached.optimizer is not _unwrapped(self.trainer.optimizer):
                 self.attached.remove()
                 self.attached = attach(self.trainer, begun=True)

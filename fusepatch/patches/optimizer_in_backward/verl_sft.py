@@ -1,13 +1,14 @@
 """verl's SFT: the FSDP engine of `sft_trainer` (0.6.0 and later), and `fsdp_sft_trainer` (up to 0.7.0).
 
-The engine is hooked when it has been initialized, and armed for the time of `forward_backward_batch`. How many micro-batches
-a batch has is known in `prepare_micro_batches`, which it calls first.
+The engine is hooked when it has been initialized, and armed for the time of `forward_backward_batch`. How many
+micro-batches a batch has is known in `prepare_micro_batches`, which it calls first.
 
-`fsdp_sft_trainer` is a script: started with `torchrun -m` its class is in `__main__`, where no import hook reaches it. Its
-optimizer is met in the constructor of torch's base class, and the trainer is the `self` of the method that constructs it.
+`fsdp_sft_trainer` is a script: started with `torchrun -m` its class is in `__main__`, where no import hook reaches it.
+Its optimizer is met in the constructor of torch's base class, and the trainer is the `self` of the method that
+constructs it.
 
-Both clip to `optim.clip_grad` always, and skip a step whose norm is not finite. The first has to be switched off, the second
-is done for each gradient.
+Both clip to `optim.clip_grad` always, and skip a step whose norm is not finite. The first has to be switched off, the
+second is done for each gradient.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from fusepatch.engine.patch import Proceed
 from fusepatch.optim import in_backward
 from fusepatch.optim.in_backward import InBackward, Obstacle
 from fusepatch.patches.optimizer_in_backward import attachment
-from fusepatch.patches.optimizer_in_backward.attachment import ID
+from fusepatch.patches.optimizer_in_backward.attachment import CALLER, ID
 
 SCRIPT = "verl.trainer.fsdp_sft_trainer"
 ENGINE = "verl.workers.engine.fsdp.FSDPEngine"
@@ -40,7 +41,7 @@ def initialize(proceed: Proceed, engine: Any, *args: Any, **kwargs: Any) -> Any:
     if not settings.current().optimizer_in_backward or engine.engine_config.forward_only:
         return proceed(engine, *args, **kwargs)
     ledger.count_call(ID)
-    in_backward.refuse(ENGINE, _of_engine(engine))  # before the model is loaded
+    in_backward.refuse(ENGINE, _of_engine(engine), CALLER)  # before the model is loaded
     result = proceed(engine, *args, **kwargs)
     _attached[engine] = attachment.attach(
         ENGINE,
@@ -78,7 +79,8 @@ def forward_backward_batch(
 
 
 def prepare_micro_batches(proceed: Proceed, data: Any, *args: Any, **kwargs: Any) -> Any:
-    """Handler of `verl.workers.engine.utils.prepare_micro_batches`: several of them have to wait for the ordinary step."""
+    """Handler of `verl.workers.engine.utils.prepare_micro_batches`: several of them have to wait for the ordinary
+    step."""
     result = proceed(data, *args, **kwargs)
     attached, number = _running.get(), len(result[0])
     if attached is None or number == 1:
@@ -86,12 +88,13 @@ def prepare_micro_batches(proceed: Proceed, data: Any, *args: Any, **kwargs: Any
     from verl.utils import tensordict_utils
 
     if not tensordict_utils.get_non_tensor_data(data=data, key="use_dynamic_bsz", default=True):
-        in_backward.refuse(ENGINE, [_accumulation(number, len(data))])
+        in_backward.refuse(ENGINE, [_accumulation(number, len(data))], CALLER)
     attached.armed = False
     ledger.fallback(ID, f"{ENGINE}: batches of several micro-batches took the ordinary step")
     ledger.warn_once(
-        f"{ID}: {ENGINE}: a batch had {number} micro-batches (data.use_dynamic_bsz, data.max_token_len_per_gpu): their gradients are "
-        f"summed and the ordinary step updates the parameters, as without fusepatch, and no memory is saved in such a batch",
+        f"{ID}: {ENGINE}: a batch had {number} micro-batches (data.use_dynamic_bsz, data.max_token_len_per_gpu): their "
+        "gradients are summed and the ordinary step updates the parameters, as without fusepatch, and no memory is "
+        "saved in such a batch",
         kind=f"{ID}: several micro-batches",
     )
     return result
@@ -134,8 +137,8 @@ def _tell_skipped(names: list[str]) -> None:
     for name in names:
         ledger.fallback(ID, f"the gradient of {name} was not finite; the parameter was left as it was in that step")
     ledger.warn_once(
-        f"{ID}: {len(names)} gradients were not finite in a step, among them that of {names[0]}; their parameters were left as "
-        f"they were, the others were updated (verl skips the whole step, which is not possible inside backward)",
+        f"{ID}: {len(names)} gradients were not finite in a step, among them that of {names[0]}; their parameters were "
+        "left as they were, the others were updated (verl skips the whole step, which is not possible inside backward)",
         kind=f"{ID}: gradients not finite",
     )
 
@@ -154,7 +157,7 @@ def _of_engine(engine: Any) -> list[Obstacle]:
         found.append(
             Obstacle(
                 "the engine scales the loss (engine.mixed_precision.param_dtype=fp16)",
-                "the scaler looks at all gradients before it allows a step",
+                "the scaler checks all gradients before it allows a step",
                 "set engine.mixed_precision.param_dtype=bf16",
             )
         )
@@ -176,9 +179,9 @@ def _clipping(maximum: float | None) -> Iterable[Obstacle]:
     if maximum is None or in_backward.clips(maximum):
         yield Obstacle(
             f"optim.clip_grad={maximum} (1.0 is verl's default)",
-            "the norm over all gradients is known after backward only, when they have been used",
-            "set optim.clip_grad=inf, which trains without clipping and keeps verl's guard against a norm that is not finite, for "
-            "each gradient",
+            "the norm over all gradients is known only after backward, when they have already been used",
+            "set optim.clip_grad=inf, which trains without clipping and keeps verl's guard against a norm that is not "
+            "finite, for each gradient",
         )
 
 
@@ -193,7 +196,7 @@ def _accumulation(micro_batches: int, samples: int) -> Obstacle:
 def _strategy(found: str, setting: str) -> Obstacle:
     return Obstacle(
         f"{setting}={found}",
-        "FSDP1 makes its flat parameters and their gradient accumulators anew in every step",
+        "FSDP1 recreates its flat parameters and their gradient accumulators in every step",
         f"set {setting}=fsdp2",
     )
 
@@ -201,6 +204,6 @@ def _strategy(found: str, setting: str) -> Obstacle:
 def _offload(names: list[str]) -> Obstacle:
     return Obstacle(
         f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} on",
-        "parameters, gradients or optimizer states lie on the CPU for a part of the step",
+        "parameters, gradients or optimizer states are on the CPU for a part of the step",
         f"set {' and '.join(f'{name}=False' for name in names)}",
     )

@@ -14,8 +14,9 @@ STEPS = 4
 SCENARIO = Scenario(
     title="TRL GRPOTrainer, Liger's loss",
     told=(
-        f"{STEPS} GRPO steps of a two-layer Qwen3 on Python's own language reference. Liger's layer kernels need a GPU and "
-        "are off through liger_kernel_config, its loss is on. The patched loss takes another way to the same numbers."
+        f"{STEPS} GRPO steps of a two-layer Qwen3 on Python's own language reference. Liger's layer kernels need a GPU "
+        "and are off through liger_kernel_config, its loss is on. The patched loss takes another way to the same "
+        "numbers."
     ),
     columns=(PLAIN, PATCHED),
     applied=("liger.instance_flags", "optimizer.flags", "liger.grpo_loss"),

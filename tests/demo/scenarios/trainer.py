@@ -13,9 +13,9 @@ from demo.scenario import PATCHED, PLAIN, Column, Scenario, Value
 SCENARIO = Scenario(
     title="transformers Trainer, use_liger_kernel=True, optim='adamw_torch'",
     told=(
-        "Trainer.train() applies Liger, builds AdamW as optim='adamw_torch' says, and is stopped before its first step, since "
-        "these kernels need a GPU. The import alone fuses AdamW and changes no kernel; with variables each kernel is a choice, "
-        "and one that the model does not have is named."
+        "Trainer.train() applies Liger, builds AdamW as optim='adamw_torch' says, and is stopped before its first "
+        "step, since these kernels need a GPU. The import alone fuses AdamW and changes no kernel; with variables each "
+        "kernel is a choice, and one that the model does not have is named."
     ),
     columns=(
         PLAIN,

@@ -15,7 +15,8 @@ SCENARIO = Scenario(
     told=(
         "verl's forward returns the log-probabilities of the tokens. verl 0.7.1 applies Liger first, and Liger's fused "
         "linear cross-entropy on the model hides that forward, without an error (verl issue 2609). With the import the "
-        "model runs verl's forward, the other kernels stay, and the optimizer that verl builds without saying how is fused."
+        "model runs verl's forward, the other kernels stay, and the optimizer that verl builds without saying how is "
+        "fused."
     ),
     columns=(PLAIN, PATCHED, Column("with a variable", True, {"FUSEPATCH_LIGER_SWIGLU": "0"})),
     applied=("liger.instance_flags", "optimizer.flags"),

@@ -1,8 +1,10 @@
-"""Stand-ins for what TRL's tests take from the model hub: tiny models from a configuration, and small data sets, as folders.
+"""Stand-ins for what TRL's tests take from the model hub: tiny models from a configuration, and small data sets, as
+folders.
 
-`from_pretrained("trl-internal-testing/X")` and `load_dataset("trl-internal-testing/zen", ...)` read a folder of that name where
-the working directory has one, so that a test session started beside them needs no network. The real tiny models have
-random weights too; the tokenizer here is a byte-level one that is trained on the texts below, with ChatML's markers.
+`from_pretrained("trl-internal-testing/X")` and `load_dataset("trl-internal-testing/zen", ...)` read a folder of that
+name where the working directory has one, so that a test session started beside them needs no network. The real tiny
+models have random weights too; the tokenizer here is a byte-level one that is trained on the texts below, with ChatML's
+markers.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ ORGANISATION = "trl-internal-testing"
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' "
+    "}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 
 SENTENCES = (

@@ -1,7 +1,7 @@
 """A pytest plugin for `run.py`: writes what became of every test to the file that `OWN_OUTCOMES` names.
 
-`OWN_BF16=1` tells transformers that bfloat16 is to be had: TRL's configurations ask for it by default, the CPU computes in it too,
-and transformers refuses it there unless each test says `use_cpu`.
+`OWN_BF16=1` tells transformers that bfloat16 is to be had: TRL's configurations ask for it by default, the CPU computes
+in it too, and transformers refuses it there unless each test says `use_cpu`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Writes `docs/upstream-tests.md` from `results.json` and `deselections.toml`: `python tests/tools/upstream_suites/page.py`."""
+"""Writes `docs/upstream-tests.md` from `results.json` and `deselections.toml`: `python
+tests/tools/upstream_suites/page.py`."""
 
 from __future__ import annotations
 
@@ -25,17 +26,17 @@ _HEAD = """\
 
 # Upstream's own tests
 
-A patch keeps what the patched function promised, and nobody has written that down better than its own tests. Selected tests of
-Liger-Kernel, TRL, transformers and torch are run twice, in fresh processes: without the patches (`FUSEPATCH=0`), and with
-them, by [the pytest plugin](testing.md). What is listed as *only with* would be a fault of a patch; what fails in both runs fails
-without fusepatch too, for the reason that is given.
+A patched function must still pass the tests that its library wrote for it. Selected tests of Liger-Kernel, TRL,
+transformers and torch run twice in fresh processes: without the patches (`FUSEPATCH=0`), and with them, through [the
+pytest plugin](testing.md). A test listed under *only with* points to a fault of a patch. A test that fails in both runs
+fails without fusepatch too, for the reason that is given.
 """
 
 _SOURCES = """\
-The tests are those of the tag; the releases are those that pip installs. TRL's tests take tiny models from the model hub; here they
-take stand-ins of the same size that are made on the spot (`tests/tools/upstream_suites/hub.py`), and what needs any other model or data set fails in
-both runs. `OWN_BF16=1` tells transformers that the CPU computes in bfloat16, which TRL's configurations ask for. Where no GPU is named,
-the tests that need one skip themselves.
+The tests are those of the release's tag; the libraries are those that pip installs. TRL's tests load tiny models from
+the model hub. Here they get stand-ins of the same size, made on the spot by `tests/tools/upstream_suites/hub.py`; a
+test that needs any other model or data set fails in both runs. `OWN_BF16=1` tells transformers that the CPU computes in
+bfloat16, which TRL's configurations ask for. Where no GPU is named, tests that need one skip themselves.
 """
 
 
@@ -122,8 +123,8 @@ def _how(suites: Mapping[str, Any]) -> Iterator[str]:
         "",
     )
     yield (
-        "`--suite NAME` runs one of them. The suites are data in `tests/tools/upstream_suites/suites.toml`; the command writes "
-        "`results.json` beside it, and this page."
+        "`--suite NAME` runs one of them. The suites are data in `tests/tools/upstream_suites/suites.toml`; the "
+        "command writes `results.json` beside it, and this page."
     )
 
 

@@ -1,11 +1,12 @@
 """Run upstreams' own tests with and without the patches, and keep what became of them in `results.json`.
 
-`python tests/tools/upstream_suites/run.py --sources DIR [--suite NAME ...]`. DIR holds one folder per release, `NAME-VERSION`, each a
-checkout of the upstream's repository at the tag of that version. The suites are in `suites.toml` (those for a GPU are left out where
-there is none, unless they are named), the tests that are left out in both runs in `deselections*.toml`. Afterwards `docs/upstream-tests.md` is written anew.
+`python tests/tools/upstream_suites/run.py --sources DIR [--suite NAME ...]`. DIR holds one folder per release,
+`NAME-VERSION`, each a checkout of the upstream's repository at the tag of that version. The suites are in `suites.toml`
+(those for a GPU are left out where there is none, unless they are named), the tests that are left out in both runs in
+`deselections*.toml`. Afterwards `docs/upstream-tests.md` is written anew.
 
-Exit status: 0; 1 where a test fails with the patches only, a suite does not go through the patches that it is there for, or did
-not finish, or a deselection matches no test; 2 where a source folder is missing.
+Exit status: 0; 1 where a test fails with the patches only, a suite does not go through the patches that it is there
+for, or did not finish, or a deselection matches no test; 2 where a source folder is missing.
 """
 
 from __future__ import annotations
@@ -283,7 +284,10 @@ def _summary(result: Mapping[str, Any]) -> str:
         counts = result[which]
         texts.append(f"{which} {counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped")
     calls = ", ".join(f"{name} {entry['calls']}" for name, entry in result["patches"].items())
-    return f"{'; '.join(texts)}; calls: {calls or 'none'}; only with: {len(result['only_with'])}; flaky: {len(result['flaky'])}"
+    return (
+        f"{'; '.join(texts)}; calls: {calls or 'none'}; only with: {len(result['only_with'])}; flaky: "
+        f"{len(result['flaky'])}"
+    )
 
 
 if __name__ == "__main__":
