@@ -313,8 +313,10 @@ def _verdict(status: int, records: Sequence[PatchRecord], missing: Sequence[Patc
 
 
 def _import_upstreams(planned: Sequence[PatchRecord]) -> None:
-    """Import the module of every site that no version rules out: a source does not show all that its import makes. An import
-    that raises becomes the site's record."""
+    """Import the module of every site that no version rules out: a source does not show all that its import makes.
+
+    An import that raises becomes the site's record.
+    """
     for site in [site for record in planned for site in record.sites]:
         if site.outcome in (Outcome.DISABLED, Outcome.GATED) or contract.source_path(site.module) is None:
             continue
