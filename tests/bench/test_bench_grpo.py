@@ -16,6 +16,7 @@ import pytest
 
 from fusepatch.bench.grpo.cases import CASES, PEERS, TOLERANCES, Case
 from fusepatch.bench.processes import PeerError, Worker, read_peer
+from kits.benchmarks import refusal
 from kits.helpers import Completed, fresh, run
 
 REPOSITORY = Path(__file__).parents[2]
@@ -242,7 +243,7 @@ def test_several_vocabularies_and_bfloat16() -> None:
     ("arguments", "words"),
     [
         (["--repeats", "2"], "must be at least 3"),
-        (["--peer", "ligger=."], "'ligger' names no implementation"),
+        (["--peer", "ligger=."], "'ligger' is not an implementation"),
         (["--peer", "liger-0.8.3=nowhere"], "'nowhere' is neither a folder nor a wheel"),
         (["--peer", "liger-a=.", "--peer", "liger-a=."], "given twice"),
         (["--cases", "frosen"], "found frosen; wanted some of frozen,"),
@@ -256,11 +257,16 @@ def test_several_vocabularies_and_bfloat16() -> None:
         (["--batch", "0"], "must be at least 1"),
     ],
 )
-def test_wrong_arguments_are_told_before_anything_starts(arguments: list[str], words: str) -> None:
-    done = bench("grpo", *arguments)
-    assert done.returncode == 2
-    assert words in " ".join(done.stderr.split())
-    assert done.stdout == ""
+def test_wrong_arguments_are_told_before_anything_starts(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert words in refusal(capsys, "grpo", *arguments)
+
+
+def test_a_refusal_is_an_exit_status_and_nothing_on_stdout() -> None:
+    done = bench("grpo", "--json", "nowhere/out.json")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--json 'nowhere/out.json' cannot be written: there is no folder" in " ".join(done.stderr.split())
 
 
 def test_a_fifo_is_no_wheel_and_a_damaged_wheel_is_one_line(tmp_path: Path) -> None:

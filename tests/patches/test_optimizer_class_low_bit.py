@@ -147,8 +147,8 @@ def test_the_checkpoint_of_adamw_is_refused_before_any_step(path: str, tmp_path:
             "are OptimState8bit, and those of this class are OptimState4bit",
         ),
         ("bitsandbytes.optim.AdamW8bit", "bitsandbytes.optim.AdamW8bit", None),
-        ("bitsandbytes.optim.AdamW8bit", "bitsandbytes.optim.Lion8bit", "wanted is state1 without state2"),
-        ("bitsandbytes.optim.Lion8bit", "bitsandbytes.optim.AdamW8bit", "wanted is state1 and state2"),
+        ("bitsandbytes.optim.AdamW8bit", "bitsandbytes.optim.Lion8bit", "wanted state1 without state2"),
+        ("bitsandbytes.optim.Lion8bit", "bitsandbytes.optim.AdamW8bit", "wanted state1 and state2"),
         (
             "bitsandbytes.optim.AdamW32bit",
             "bitsandbytes.optim.AdamW8bit",

@@ -31,9 +31,10 @@ OWN_TOOLS = (
     "expecttest==0.3.0",
     "psutil==7.2.2",
     "sentencepiece==0.2.3",
+    "pip==26.3",
     "uv==0.13.9",
 )
-"""What upstreams' own tests import."""
+"""What upstreams' own tests import, and what downloads them."""
 
 LINT_TOOLS = ("ruff==0.17.6", "mypy==2.4.1", "pytest==9.2.0")
 
@@ -113,7 +114,7 @@ def render(matrix: Mapping[str, Any]) -> str:
         ),
         _section(
             "own",
-            "upstreams' own tests, without and with the patches: `-- --sources DIR`",
+            "upstreams' own tests, without and with the patches; `-- --sources DIR` for those that are not downloaded",
             [*stack, *OWN_TOOLS],
             ["python tests/tools/upstream_suites/run.py {posargs}"],
         ),

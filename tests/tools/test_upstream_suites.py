@@ -4,6 +4,9 @@ only."""
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -49,3 +52,39 @@ def test_a_failure_with_the_patches_only_is_a_problem_and_so_is_a_patch_without_
         "x: the run with the patches did not finish within 1 minutes",
         "x: no call went through optimizer.flags",
     ]
+
+
+def test_a_checkout_that_is_given_is_taken_and_one_that_is_missing_is_named(tmp_path: Path) -> None:
+    suite = {"name": "x", "upstream": "trl", "version": "1.0", "source": "trl-1.0"}
+    with pytest.raises(FileNotFoundError, match=r"^x: --sources was not given; wanted a folder that contains trl-1\.0"):
+        run.source_of(suite, None)
+    with pytest.raises(FileNotFoundError, match=r"lacks trl-1\.0"):
+        run.source_of(suite, tmp_path)
+    (tmp_path / "trl-1.0").mkdir()
+    for given in (suite, {**suite, "distribution": "trl==1.0"}):
+        assert run.source_of(given, tmp_path) == tmp_path / "trl-1.0"
+
+
+def test_a_source_distribution_is_unpacked_once_and_one_that_is_not_there_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UPSTREAM_OVERLAYS", str(tmp_path / "overlays"))
+    (tmp_path / "x.py").write_text("")
+    offered = tmp_path / "offered"
+    offered.mkdir()
+    with tarfile.open(offered / "some_package-1.0.tar.gz", "w:gz") as archive:
+        archive.add(tmp_path / "x.py", "some_package-1.0/test/x.py")
+
+    def download(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        shutil.copytree(offered, command[command.index("--dest") + 1])
+        return subprocess.CompletedProcess(command, int("some-package==1.0" not in command))
+
+    monkeypatch.setattr(run.subprocess, "run", download)
+    suite = {"name": "x", "source": "some-package-1.0", "distribution": "some-package==1.0"}
+    found = run.source_of(suite, None)
+    assert (found / "test" / "x.py").is_file()
+    monkeypatch.setattr(run.subprocess, "run", None)
+    assert run.source_of(suite, tmp_path) == found
+    monkeypatch.setattr(run.subprocess, "run", download)
+    with pytest.raises(FileNotFoundError, match=r"x: other==1\.0 could not be downloaded as sources"):
+        run.source_of({**suite, "source": "other-1.0", "distribution": "other==1.0"}, None)

@@ -108,23 +108,38 @@ def _suite(name: str, suite: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _how(suites: Mapping[str, Any]) -> Iterator[str]:
-    releases = sorted({(suite["upstream"], suite["version"]) for suite in suites.values()})
-    yield from ("## Run it", "", "The sources are not part of this repository. In a folder of their own:", "", "```")
+    declared = tomllib.loads((FOLDER / "suites.toml").read_text(encoding="utf-8"))["suite"]
+    downloaded = [suite["name"] for suite in declared if "distribution" in suite and not suite.get("gpu")]
+    fetched = {suite["name"] for suite in declared if "distribution" in suite}
+    releases = sorted({(suite["upstream"], suite["version"]) for name, suite in suites.items() if name not in fetched})
+    yield from (
+        "## Run it",
+        "",
+        "From a checkout of fusepatch:",
+        "",
+        "```",
+        "tox -e own",
+        "```",
+        "",
+        "This downloads the source distributions that contain tests and runs their suites:",
+        f"{', '.join(f'`{name}`' for name in downloaded)}.",
+        "The source distributions of the others do not contain their tests, so clone them into a folder:",
+        "",
+        "```",
+    )
     for upstream, version in releases:
         yield f"git clone --depth 1 --branch v{version} {TAGS[upstream]} {upstream}-{version}"
     yield from (
         "```",
         "",
-        "and then, from a checkout of this one:",
+        "and name that folder:",
         "",
         "```",
         "tox -e own -- --sources DIR",
         "```",
         "",
-    )
-    yield (
-        "`--suite NAME` runs one of them. The suites are data in `tests/tools/upstream_suites/suites.toml`; the "
-        "command writes `results.json` beside it, and this page."
+        "`--suite NAME` runs one suite. The suites are data in `tests/tools/upstream_suites/suites.toml`. The command",
+        "writes `results.json` beside it, and this page.",
     )
 
 

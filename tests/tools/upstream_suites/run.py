@@ -1,12 +1,13 @@
 """Run upstreams' own tests with and without the patches, and keep what became of them in `results.json`.
 
-`python tests/tools/upstream_suites/run.py --sources DIR [--suite NAME ...]`. DIR holds one folder per release,
-`NAME-VERSION`, each a checkout of the upstream's repository at the tag of that version. The suites are in `suites.toml`
-(those for a GPU are left out where there is none, unless they are named), the tests that are left out in both runs in
-`deselections*.toml`. Afterwards `docs/upstream-tests.md` is written anew.
+`python tests/tools/upstream_suites/run.py [--sources DIR] [--suite NAME ...]`. DIR holds one folder per release,
+`NAME-VERSION`, each a checkout of the upstream's repository at the tag of that version. Releases whose source
+distribution contains the tests (`distribution` in `suites.toml`) are downloaded if DIR lacks them. Without DIR, the
+other suites are left out, and named. So are suites for a GPU where there is none, unless they are named with `--suite`.
+The tests that are left out in both runs are in `deselections*.toml`. Afterwards `docs/upstream-tests.md` is written.
 
 Exit status: 0; 1 where a test fails with the patches only, a suite does not go through the patches that it is there
-for, or did not finish, or a deselection matches no test; 2 where a source folder is missing.
+for, or did not finish, or a deselection matches no test; 2 where a source folder is missing or cannot be downloaded.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ import json
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -44,7 +47,7 @@ SHOWN = ("torch", "transformers", "trl", "liger-kernel", "peft", "accelerate")
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Runs upstreams' own tests with and without the patches.")
-    parser.add_argument("--sources", metavar="DIR", type=Path, required=True, help="the folder of the checkouts")
+    parser.add_argument("--sources", metavar="DIR", type=Path, help="the folder of the checkouts")
     parser.add_argument(
         "--suite", metavar="NAME", action="append", default=[], help="only these; the others' results stay"
     )
@@ -57,16 +60,19 @@ def main() -> int:
     chosen = [next(suite for suite in suites if suite["name"] == name) for name in options.suite or names]
     if not options.suite and _gpu() is None:
         chosen = [suite for suite in chosen if not suite.get("gpu")]
-    missing = sorted({suite["source"] for suite in chosen if not (options.sources / suite["source"]).is_dir()})
-    if missing:
-        parser.error(
-            f"{options.sources} lacks {', '.join(missing)}: each is a checkout of that upstream at that version's tag"
-        )
+    if options.sources is None and not options.suite:
+        left = [suite["name"] for suite in chosen if "distribution" not in suite]
+        print(f"left out, since they need --sources: {', '.join(left)}", flush=True)
+        chosen = [suite for suite in chosen if suite["name"] not in left]
+    try:
+        sources = {suite["name"]: source_of(suite, options.sources) for suite in chosen}
+    except FileNotFoundError as error:
+        parser.error(str(error))
     results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else {"suites": {}}
     problems: list[str] = []
     with tempfile.TemporaryDirectory() as work:
         for suite in chosen:
-            result = run_suite(suite, options.sources.resolve() / suite["source"], Path(work))
+            result = run_suite(suite, sources[suite["name"]], Path(work))
             results["suites"][suite["name"]] = result
             problems += problems_of(suite, result)
             kept = {name: results["suites"][name] for name in names if name in results["suites"]}
@@ -79,6 +85,43 @@ def main() -> int:
     for problem in problems:
         print(f"PROBLEM: {problem}")
     return 1 if problems else 0
+
+
+def source_of(suite: Mapping[str, Any], given: Path | None) -> Path:
+    """The folder of the release whose tests a suite runs; downloaded if its source distribution contains them.
+
+    Raises:
+        FileNotFoundError: it is not in the `given` folder, and is not or cannot be downloaded.
+    """
+    if given is not None and (given / suite["source"]).is_dir():
+        return (given / suite["source"]).resolve()
+    if "distribution" not in suite:
+        where = "--sources was not given" if given is None else f"{given} lacks {suite['source']}"
+        raise FileNotFoundError(
+            f"{suite['name']}: {where}; wanted a folder that contains {suite['source']}, a checkout of "
+            f"{suite['upstream']} at the tag of {suite['version']}"
+        )
+    folder = _kept("sources") / suite["source"]
+    if not folder.is_dir():
+        partial = folder.with_name(folder.name + ".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:"]
+        done = subprocess.run([*command, "--dest", str(partial), suite["distribution"]])
+        archives = [*partial.glob("*.tar.gz")]
+        if done.returncode or len(archives) != 1:
+            raise FileNotFoundError(f"{suite['name']}: {suite['distribution']} could not be downloaded as sources")
+        with tarfile.open(archives[0]) as archive:
+            archive.extractall(partial, filter="data")
+        (unpacked,) = (path for path in partial.iterdir() if path.is_dir())
+        unpacked.rename(folder)
+        shutil.rmtree(partial)
+    return folder
+
+
+def _kept(name: str) -> Path:
+    """A folder for what later runs use again."""
+    overlays = Path(os.environ.get("UPSTREAM_OVERLAYS") or Path(tempfile.gettempdir()) / "upstream-overlays")
+    return overlays.with_name(f"{overlays.name}-{name}")
 
 
 def run_suite(suite: Mapping[str, Any], source: Path, work: Path) -> dict[str, Any]:
