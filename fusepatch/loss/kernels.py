@@ -13,6 +13,7 @@ of this module see to that.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,11 +35,36 @@ def _softcapped(x, softcap):
 
 
 @triton.jit
-def _to_logits(raw, logit_scale, softcap, inverse_temperature, HAS_SOFTCAP: tl.constexpr):
+def _raw_and_logits(
+    loaded, bias, inside, logit_scale, softcap, inverse_temperature, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr
+):
+    raw = loaded.to(tl.float32)
+    if HAS_BIAS:
+        raw += tl.load(bias, mask=inside, other=0.0).to(tl.float32)
     x = raw * logit_scale
     if HAS_SOFTCAP:
         x = _softcapped(x, softcap)
-    return x * inverse_temperature
+    return raw, x * inverse_temperature
+
+
+@triton.jit
+def _target_raw_and_logit(
+    logits_row,
+    target,
+    bias,
+    logit_scale,
+    softcap,
+    inverse_temperature,
+    width,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+):
+    known = (target >= 0) & (target < width)
+    loaded = tl.load(logits_row + target, mask=known, other=0.0)
+    raw, logit = _raw_and_logits(
+        loaded, bias + target, known, logit_scale, softcap, inverse_temperature, HAS_BIAS, HAS_SOFTCAP
+    )
+    return known, raw, tl.where(known, logit, 0.0)
 
 
 @triton.jit
@@ -49,17 +75,21 @@ def _softcap_slope(raw, logit_scale, softcap):
 
 @triton.jit
 def log_sum_exp_kernel(
+    # data
     logits,
-    logits_stride,
     bias,
     targets,
     log_probabilities,
     log_sum_exp,
-    width,
-    padded,
+    # the map to logits
     logit_scale,
     softcap,
     inverse_temperature,
+    # shapes
+    width,
+    padded,
+    # strides
+    logits_stride,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -67,12 +97,9 @@ def log_sum_exp_kernel(
     row = tl.program_id(0).to(tl.int64)
     logits_row = logits + row * logits_stride
     target = tl.load(targets + row)
-    known = (target >= 0) & (target < width)
-    target_raw = tl.load(logits_row + target, mask=known, other=0.0).to(tl.float32)
-    if HAS_BIAS:
-        target_raw += tl.load(bias + target, mask=known, other=0.0).to(tl.float32)
-    target_logit = _to_logits(target_raw, logit_scale, softcap, inverse_temperature, HAS_SOFTCAP)
-    target_logit = tl.where(known, target_logit, 0.0)
+    _known, _target_raw, target_logit = _target_raw_and_logit(
+        logits_row, target, bias, logit_scale, softcap, inverse_temperature, width, HAS_BIAS, HAS_SOFTCAP
+    )
 
     offsets = tl.arange(0, BLOCK)
     # Finite, so that a block of minus infinities (a masked vocabulary entry) does not make inf - inf.
@@ -81,12 +108,12 @@ def log_sum_exp_kernel(
     following = tl.load(logits_row + offsets, mask=offsets < padded, other=0.0)
     for start in range(0, padded, BLOCK):
         columns = start + offsets
-        raw = following.to(tl.float32)
+        loaded = following
         # The next block is on its way while this one is reduced.
         following = tl.load(logits_row + columns + BLOCK, mask=columns + BLOCK < padded, other=0.0)
-        if HAS_BIAS:
-            raw += tl.load(bias + columns, mask=columns < width, other=0.0).to(tl.float32)
-        x = _to_logits(raw, logit_scale, softcap, inverse_temperature, HAS_SOFTCAP)
+        _raw, x = _raw_and_logits(
+            loaded, bias + columns, columns < width, logit_scale, softcap, inverse_temperature, HAS_BIAS, HAS_SOFTCAP
+        )
         x = tl.where(columns < width, x, float("-inf"))
         block_maximum = tl.max(x, axis=0)
         if block_maximum > pivot + PIVOT_SLACK:
@@ -100,20 +127,24 @@ def log_sum_exp_kernel(
 
 @triton.jit
 def exponentials_kernel(
+    # data
     logits,
-    logits_stride,
     gradients,
-    gradients_stride,
     bias,
     targets,
     log_probabilities,
     log_sum_exp,
     multiplier,
-    width,
-    padded,
+    # the map to logits
     logit_scale,
     softcap,
     inverse_temperature,
+    # shapes
+    width,
+    padded,
+    # strides
+    logits_stride,
+    gradients_stride,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     OVERLAPPING: tl.constexpr,
@@ -123,12 +154,9 @@ def exponentials_kernel(
     logits_row = logits + row * logits_stride
     gradients_row = gradients + row * gradients_stride
     target = tl.load(targets + row)
-    known = (target >= 0) & (target < width)
-    target_raw = tl.load(logits_row + target, mask=known, other=0.0).to(tl.float32)
-    if HAS_BIAS:
-        target_raw += tl.load(bias + target, mask=known, other=0.0).to(tl.float32)
-    target_logit = _to_logits(target_raw, logit_scale, softcap, inverse_temperature, HAS_SOFTCAP)
-    target_logit = tl.where(known, target_logit, 0.0)
+    known, target_raw, target_logit = _target_raw_and_logit(
+        logits_row, target, bias, logit_scale, softcap, inverse_temperature, width, HAS_BIAS, HAS_SOFTCAP
+    )
 
     offsets = tl.arange(0, BLOCK)
     pivot = -1.0e30
@@ -136,11 +164,11 @@ def exponentials_kernel(
     following = tl.load(logits_row + offsets, mask=offsets < padded, other=0.0)
     for start in range(0, padded, BLOCK):
         columns = start + offsets
-        raw = following.to(tl.float32)
+        loaded = following
         following = tl.load(logits_row + columns + BLOCK, mask=columns + BLOCK < padded, other=0.0)
-        if HAS_BIAS:
-            raw += tl.load(bias + columns, mask=columns < width, other=0.0).to(tl.float32)
-        x = _to_logits(raw, logit_scale, softcap, inverse_temperature, HAS_SOFTCAP)
+        raw, x = _raw_and_logits(
+            loaded, bias + columns, columns < width, logit_scale, softcap, inverse_temperature, HAS_BIAS, HAS_SOFTCAP
+        )
         x = tl.where(columns < width, x, float("-inf"))
         block_maximum = tl.max(x, axis=0)
         if block_maximum > pivot + PIVOT_SLACK:
@@ -177,20 +205,24 @@ def exponentials_kernel(
 
 @triton.jit
 def gradients_kernel(
+    # data
     logits,
-    logits_stride,
     gradients,
-    gradients_stride,
     bias,
     targets,
     log_sum_exp,
     scale,
-    first_column,
-    width,
-    padded,
+    # the map to logits
     logit_scale,
     softcap,
     inverse_temperature,
+    # shapes
+    first_column,
+    width,
+    padded,
+    # strides
+    logits_stride,
+    gradients_stride,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     OVERLAPPING: tl.constexpr,
@@ -206,10 +238,10 @@ def gradients_kernel(
     offsets = tl.arange(0, BLOCK)
     for start in range(0, padded, BLOCK):
         columns = start + offsets
-        raw = tl.load(logits_row + columns, mask=columns < padded, other=0.0).to(tl.float32)
-        if HAS_BIAS:
-            raw += tl.load(bias + columns, mask=columns < width, other=0.0).to(tl.float32)
-        x = _to_logits(raw, logit_scale, softcap, inverse_temperature, HAS_SOFTCAP)
+        loaded = tl.load(logits_row + columns, mask=columns < padded, other=0.0)
+        raw, x = _raw_and_logits(
+            loaded, bias + columns, columns < width, logit_scale, softcap, inverse_temperature, HAS_BIAS, HAS_SOFTCAP
+        )
         probability = tl.exp(x - normaliser)
         gradient = tl.where((columns == target) & (columns < width), 1.0 - probability, -probability) * row_scale
         if HAS_SOFTCAP:
@@ -220,7 +252,7 @@ def gradients_kernel(
 
 
 @triton.jit
-def scale_rows_kernel(values, values_stride, scale, width, BLOCK: tl.constexpr):
+def scale_rows_kernel(values, scale, width, values_stride, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     values_row = values + row * values_stride
     row_scale = tl.load(scale + row)
@@ -306,11 +338,48 @@ def _check_written(length: int, device: torch.device, **vectors: torch.Tensor) -
             )
 
 
-def _launch(kernel: Any, matrix: torch.Tensor, *arguments: Any, **compile_time: Any) -> None:
-    """One program for each row, on the matrix's device: Triton by itself takes whichever device is current."""
-    if matrix.shape[0]:
-        with torch.cuda.device_of(matrix):
-            kernel[(matrix.shape[0],)](*arguments, **compile_time)
+def _launch(
+    kernel: Any,
+    data: Sequence[torch.Tensor],
+    scalars: Sequence[float],
+    shapes: Sequence[int],
+    strides: Sequence[int],
+    **compile_time: bool,
+) -> None:
+    """One program for each row of the first tensor, on its device: Triton by itself takes whichever device is current.
+
+    The last of ``shapes`` is the number of columns that a program walks along.
+    """
+    rows = data[0].shape[0]
+    if rows:
+        with torch.cuda.device_of(data[0]):
+            kernel[(rows,)](*data, *scalars, *shapes, *strides, **compile_time, **_launch_settings(shapes[-1]))
+
+
+def _launch_over_logits(
+    kernel: Any,
+    matrices: Sequence[torch.Tensor],
+    targets: torch.Tensor,
+    bias: torch.Tensor | None,
+    logit_map: LogitMap,
+    vectors: Sequence[torch.Tensor],
+    first_column: Sequence[int] = (),
+    **compile_time: bool,
+) -> None:
+    """``matrices`` are the logits and, where the kernel writes them, the gradients."""
+    logits = matrices[0]
+    rows, width = logits.shape
+    offset = _read("bias", bias, width, logits.device) if bias is not None else logits
+    _launch(
+        kernel,
+        (*matrices, offset, _read_targets(targets, rows, logits.device), *vectors),
+        _map_arguments(logit_map),
+        (*first_column, width, _padded_width(width, *matrices)),
+        [matrix.stride(0) for matrix in matrices],
+        HAS_BIAS=bias is not None,
+        HAS_SOFTCAP=logit_map.final_logit_softcapping is not None,
+        **compile_time,
+    )
 
 
 def log_sum_exp(
@@ -325,23 +394,8 @@ def log_sum_exp(
     rows, width = logits.shape
     _check_matrix("logits", logits, (rows, width), logits.device)
     _check_written(rows, logits.device, log_probabilities=log_probabilities, normaliser=normaliser)
-    padded = _padded_width(width, logits)
-    _launch(
-        log_sum_exp_kernel,
-        logits,
-        logits,
-        logits.stride(0),
-        _read("bias", bias, width, logits.device) if bias is not None else logits,
-        _read_targets(targets, rows, logits.device),
-        log_probabilities,
-        normaliser,
-        width,
-        padded,
-        *_map_arguments(logit_map),
-        HAS_BIAS=bias is not None,
-        HAS_SOFTCAP=logit_map.final_logit_softcapping is not None,
-        **_launch_settings(padded),
-    )
+    written = (log_probabilities, normaliser)
+    _launch_over_logits(log_sum_exp_kernel, (logits,), targets, bias, logit_map, written)
 
 
 def exponentials(
@@ -359,7 +413,7 @@ def exponentials(
 
     Raises ValueError where a shape, a device or a stride does not fit.
     """
-    rows, width = logits.shape
+    rows = logits.shape[0]
     _check_pair(logits, gradients)
     _check_written(
         rows, logits.device, log_probabilities=log_probabilities, normaliser=normaliser, multiplier=multiplier
@@ -370,26 +424,14 @@ def exponentials(
         gradient_of_logits(logits, gradients, targets, bias, logit_map, normaliser, multiplier.fill_(gain), 0)
         multiplier.fill_(logit_map.slope / gain)
         return
-    padded = _padded_width(width, logits, gradients)
-    _launch(
+    _launch_over_logits(
         exponentials_kernel,
-        logits,
-        logits,
-        logits.stride(0),
-        gradients,
-        gradients.stride(0),
-        _read("bias", bias, width, logits.device) if bias is not None else logits,
-        _read_targets(targets, rows, logits.device),
-        log_probabilities,
-        normaliser,
-        multiplier,
-        width,
-        padded,
-        *_map_arguments(logit_map),
-        HAS_BIAS=bias is not None,
-        HAS_SOFTCAP=logit_map.final_logit_softcapping is not None,
+        (logits, gradients),
+        targets,
+        bias,
+        logit_map,
+        (log_probabilities, normaliser, multiplier),
         OVERLAPPING=_overlapping(logits, gradients),
-        **_launch_settings(padded),
     )
 
 
@@ -407,28 +449,18 @@ def gradient_of_logits(
 
     Raises ValueError where a shape, a device or a stride does not fit.
     """
-    rows, width = logits.shape
+    rows = logits.shape[0]
     _check_pair(logits, gradients)
-    padded = _padded_width(width, logits, gradients)
-    _launch(
+    read = [_read(name, values, rows, logits.device) for name, values in (("normaliser", normaliser), ("scale", scale))]
+    _launch_over_logits(
         gradients_kernel,
-        logits,
-        logits,
-        logits.stride(0),
-        gradients,
-        gradients.stride(0),
-        _read("bias", bias, width, logits.device) if bias is not None else logits,
-        _read_targets(targets, rows, logits.device),
-        _read("normaliser", normaliser, rows, logits.device),
-        _read("scale", scale, rows, logits.device),
-        first_column,
-        width,
-        padded,
-        *_map_arguments(logit_map),
-        HAS_BIAS=bias is not None,
-        HAS_SOFTCAP=logit_map.final_logit_softcapping is not None,
+        (logits, gradients),
+        targets,
+        bias,
+        logit_map,
+        read,
+        (first_column,),
         OVERLAPPING=_overlapping(logits, gradients),
-        **_launch_settings(padded),
     )
 
 
@@ -437,4 +469,4 @@ def scale_rows(values: torch.Tensor, scale: torch.Tensor) -> None:
     rows, width = values.shape
     _check_matrix("values", values, (rows, width), values.device)
     factors = _read("scale", scale, rows, values.device)
-    _launch(scale_rows_kernel, values, values, values.stride(0), factors, width, **_launch_settings(width))
+    _launch(scale_rows_kernel, (values, factors), (), (width,), (values.stride(0),))
