@@ -5,25 +5,66 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Protocol
 
 import torch
+
+from fusepatch.loss.logit_map import LogitMap
 
 
 class BackendUnavailableError(RuntimeError):
     """The Triton kernels were asked for where they cannot run."""
 
 
-@dataclass(frozen=True)
-class Backend:
-    """The chosen form: ``name`` is ``"triton"`` or ``"torch"``; ``reasons`` say what was not possible, empty if nothing.
-
-    ``steps`` is a module with the functions ``log_sum_exp``, ``exponentials`` and ``gradient_of_logits``
-    (see :mod:`fusepatch.loss.steps`).
+class Steps(Protocol):
+    """What is computed between two matrix products: :mod:`fusepatch.loss.steps` in plain torch, which documents each step,
+    and :mod:`fusepatch.loss.kernels` in Triton.
     """
 
+    def log_sum_exp(
+        self,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        bias: torch.Tensor | None,
+        logit_map: LogitMap,
+        log_probabilities: torch.Tensor,
+        normaliser: torch.Tensor,
+    ) -> None: ...
+
+    def exponentials(
+        self,
+        logits: torch.Tensor,
+        gradients: torch.Tensor,
+        targets: torch.Tensor,
+        bias: torch.Tensor | None,
+        logit_map: LogitMap,
+        log_probabilities: torch.Tensor,
+        normaliser: torch.Tensor,
+        multiplier: torch.Tensor,
+        gain: float,
+    ) -> None: ...
+
+    def gradient_of_logits(
+        self,
+        logits: torch.Tensor,
+        gradients: torch.Tensor,
+        targets: torch.Tensor,
+        bias: torch.Tensor | None,
+        logit_map: LogitMap,
+        normaliser: torch.Tensor,
+        scale: torch.Tensor,
+        first_column: int,
+    ) -> None: ...
+
+    def scale_rows(self, values: torch.Tensor, scale: torch.Tensor) -> None: ...
+
+
+@dataclass(frozen=True)
+class Backend:
+    """The chosen form: ``name`` is ``"triton"`` or ``"torch"``; ``reasons`` say what was not possible, empty if nothing."""
+
     name: str
-    steps: Any
+    steps: Steps
     reasons: tuple[str, ...] = ()
 
 

@@ -30,6 +30,11 @@ def ranges(start: int, stop: int, limit: int, multiple: int = ROW_MULTIPLE) -> l
     return [(first, min(first + size, stop)) for first in range(start, stop, size)]
 
 
+def largest(pieces: Sequence[tuple[int, int]]) -> int:
+    """The length of the longest of these ranges, 0 where there is none."""
+    return max((stop - start for start, stop in pieces), default=0)
+
+
 def whole_sequences(counts: Sequence[int], limit: int) -> list[tuple[int, int]] | None:
     """Cut the rows of a plan into groups of at most ``limit`` between sequences; None where one sequence is longer.
 

@@ -14,19 +14,18 @@ from dataclasses import dataclass
 import torch
 
 from fusepatch.loss import products
-from fusepatch.loss.chunks import COLUMN_MULTIPLE, ranges
+from fusepatch.loss.chunks import COLUMN_MULTIPLE, largest
 from fusepatch.loss.linear import (
     Begun,
     CoefficientSource,
     Head,
     LogProbabilities,
     Wanted,
-    row_outputs,
+    begin_pass,
     scale_hidden_gradient,
     sum_of_scaled_rows,
-    write_chunk,
 )
-from fusepatch.loss.rows import HiddenRows, gradient_rows
+from fusepatch.loss.rows import Rows, gradient_rows
 
 # More rows per group read and write the sum less often, and leave less of the memory to it. With g rows the first part is about
 # H / (2 H + g) of the vocabulary; at H = 4,096 on an H200 one more pass over the sum costs as much as 350 rows of a product.
@@ -78,10 +77,6 @@ def serves(head: Head, groups: list[tuple[int, int]]) -> bool:
     return columns_within(head, largest(groups)) > 0
 
 
-def largest(groups: list[tuple[int, int]]) -> int:
-    return max(stop - start for start, stop in groups)
-
-
 def allocate(head: Head, group_rows: int) -> Storage:
     columns = columns_within(head, group_rows)
     width = head.weight.shape[1]
@@ -106,8 +101,7 @@ class FirstPart:
 
 def first_columns_pass(
     head: Head,
-    hidden: HiddenRows,
-    targets: torch.Tensor,
+    rows: Rows,
     wanted: Wanted,
     coefficients: CoefficientSource,
     groups: list[tuple[int, int]],
@@ -121,41 +115,30 @@ def first_columns_pass(
         groups: ranges of rows that follow each other and cover all.
     """
     precision = head.precision
-    outputs = row_outputs(hidden.plan.rows, targets, head)
-    found = torch.empty_like(outputs.values)
-    grad_hidden = gradient_rows(hidden.hidden, hidden.plan) if wanted.hidden else None
-    bias_sum = torch.zeros(head.vocabulary, dtype=precision.sums, device=targets.device) if wanted.bias else None
+    grad_hidden = gradient_rows(rows.hidden, rows.plan) if wanted.hidden else None
+    bias_sum = torch.zeros(head.vocabulary, dtype=precision.sums, device=rows.targets.device) if wanted.bias else None
     storage = allocate(head, largest(groups))
     columns = storage.columns
-    weight = head.operand_weight()
-    chunk_size = ranges(0, largest(groups), head.chunk_rows)[0][1]
-    buffer = head.buffer(chunk_size, head.vocabulary, precision.gradients)
+    current = begin_pass(head, rows, grad_hidden, largest(groups), precision.gradients)
+    outputs = current.outputs
+    found = torch.empty_like(outputs.values)
     for start, stop in groups:
-        for first, last in ranges(start, stop, chunk_size):
-            written = buffer.gradients(last - first, head.vocabulary)
-            write_chunk(head, weight, hidden, targets, buffer, written, outputs, first, last)
+        for first, last in current.chunks(start, stop):
+            written = current.write(first, last)
             storage.group[first - start : last - start] = written[:, :columns]
-            if grad_hidden is not None:
-                out = grad_hidden.out(first, last)
-                products.hidden_gradient_into(out, written, weight, precision)
-                grad_hidden.put(first, out)
+            current.add_hidden_gradient(first, written)
         found[start:stop] = coefficients(outputs.values, start, stop)
         scale = found[start:stop] * outputs.multiplier[start:stop]
-        scaled = (hidden.take(start, stop) * scale.unsqueeze(-1)).to(precision.rows)
+        scaled = (rows.take(start, stop) * scale.unsqueeze(-1)).to(precision.rows)
         group = storage.group[: stop - start]
         add = products.product_into if start == 0 else products.add_product
         add(storage.sums, group.t(), scaled)
         if bias_sum is not None:
             bias_sum[:columns] += sum_of_scaled_rows(scale, group, precision)
-    del buffer, written, weight
+    del current, written
     storage.cast_in_place(head.chunk_bytes)
     total = None
     if grad_hidden is not None:
-        total = grad_hidden.total.view(hidden.hidden.shape)
-        scale_hidden_gradient(head, total, hidden.plan.put(found * outputs.multiplier))
-    return FirstPart(
-        LogProbabilities(outputs.values, outputs.log_sum_exp),
-        found,
-        total,
-        Begun(storage.grad_weight, bias_sum, columns),
-    )
+        total = grad_hidden.total.view(rows.hidden.shape)
+        scale_hidden_gradient(head, total, rows.plan.put(found * outputs.multiplier))
+    return FirstPart(outputs, found, total, Begun(storage.grad_weight, bias_sum, columns))

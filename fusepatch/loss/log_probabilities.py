@@ -10,6 +10,7 @@ import torch
 from fusepatch.loss.arguments import check_head, check_targets
 from fusepatch.loss.chunks import plan_all_rows
 from fusepatch.loss.linear import (
+    DEFAULT_CHUNK_MIB,
     Head,
     Wanted,
     coefficient_limit,
@@ -18,8 +19,7 @@ from fusepatch.loss.linear import (
     make_head,
 )
 from fusepatch.loss.logit_map import PLAIN, LogitMap
-from fusepatch.loss.policy_loss import DEFAULT_CHUNK_MIB
-from fusepatch.loss.rows import HiddenRows
+from fusepatch.loss.rows import Rows
 
 
 class _LinearLogProbabilities(torch.autograd.Function):
@@ -34,7 +34,7 @@ class _LinearLogProbabilities(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(hidden, weight, bias, targets)
         ctx.head = head
-        return log_probability_pass(head, _rows(hidden, head), targets).values.to(torch.float32)
+        return log_probability_pass(head, _rows(head, hidden, targets)).values.to(torch.float32)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -43,8 +43,7 @@ class _LinearLogProbabilities(torch.autograd.Function):
         wanted = Wanted(ctx.needs_input_grad[0], ctx.needs_input_grad[1], bias is not None and ctx.needs_input_grad[2])
         _, gradients = grouped_gradient_pass(
             ctx.head,
-            _rows(hidden, ctx.head),
-            targets,
+            _rows(ctx.head, hidden, targets),
             wanted,
             lambda values, start, stop: coefficients[start:stop],
             ctx.head.groups(hidden.shape[0]),
@@ -54,8 +53,8 @@ class _LinearLogProbabilities(torch.autograd.Function):
         return grad_hidden, gradients.weight, gradients.bias, None, None
 
 
-def _rows(hidden: torch.Tensor, head: Head) -> HiddenRows:
-    return HiddenRows(hidden.detach().unsqueeze(0), plan_all_rows((1, hidden.shape[0])), head.precision)
+def _rows(head: Head, hidden: torch.Tensor, targets: torch.Tensor) -> Rows:
+    return Rows(hidden.detach().unsqueeze(0), targets, plan_all_rows((1, hidden.shape[0])), head.precision)
 
 
 def linear_log_probabilities(
