@@ -13,18 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
-from fusepatch.loss import products
+from fusepatch.loss import linear, products
 from fusepatch.loss.chunks import COLUMN_MULTIPLE, largest
-from fusepatch.loss.linear import (
-    Begun,
-    CoefficientSource,
-    Head,
-    LogProbabilities,
-    Wanted,
-    begin_pass,
-    scale_hidden_gradient,
-    sum_of_scaled_rows,
-)
+from fusepatch.loss.linear import Begun, CoefficientSource, Head, LogProbabilities, Wanted
 from fusepatch.loss.rows import Rows, gradient_rows
 
 # More rows per group read and write the sum less often, and leave less of the memory to it. With g rows the first part is about
@@ -119,7 +110,7 @@ def first_columns_pass(
     bias_sum = torch.zeros(head.vocabulary, dtype=precision.sums, device=rows.targets.device) if wanted.bias else None
     storage = allocate(head, largest(groups))
     columns = storage.columns
-    current = begin_pass(head, rows, grad_hidden, largest(groups), precision.gradients)
+    current = linear.begin_pass(head, rows, grad_hidden, largest(groups), precision.gradients)
     outputs = current.outputs
     found = torch.empty_like(outputs.values)
     for start, stop in groups:
@@ -134,11 +125,11 @@ def first_columns_pass(
         add = products.product_into if start == 0 else products.add_product
         add(storage.sums, group.t(), scaled)
         if bias_sum is not None:
-            bias_sum[:columns] += sum_of_scaled_rows(scale, group, precision)
+            bias_sum[:columns] += linear.sum_of_scaled_rows(scale, group, precision)
     del current, written
     storage.cast_in_place(head.chunk_bytes)
     total = None
     if grad_hidden is not None:
         total = grad_hidden.total.view(rows.hidden.shape)
-        scale_hidden_gradient(head, total, rows.plan.put(found * outputs.multiplier))
+        linear.scale_hidden_gradient(head, total, rows.plan.put(found * outputs.multiplier))
     return FirstPart(outputs, found, total, Begun(storage.grad_weight, bias_sum, columns))

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from fusepatch.loss.arguments import TARGET_DTYPES
-from fusepatch.loss.logit_map import LogitMap
+from fusepatch.loss.arguments import check_targets, check_tensor
+from fusepatch.loss.logit_map import RawLogits
 
 # A later block may exceed the running pivot by this much before what was written is rescaled: exp(30) * 2**18 columns
 # is far inside the range that float32 and bfloat16 share.
@@ -49,18 +50,18 @@ def _raw_and_logits(
 
 @triton.jit
 def _target_raw_and_logit(
-    logits_row,
+    row,
     target,
     bias,
+    width,
     logit_scale,
     softcap,
     inverse_temperature,
-    width,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):
     known = (target >= 0) & (target < width)
-    loaded = tl.load(logits_row + target, mask=known, other=0.0)
+    loaded = tl.load(row + target, mask=known, other=0.0)
     raw, logit = _raw_and_logits(
         loaded, bias + target, known, logit_scale, softcap, inverse_temperature, HAS_BIAS, HAS_SOFTCAP
     )
@@ -75,21 +76,17 @@ def _softcap_slope(raw, logit_scale, softcap):
 
 @triton.jit
 def log_sum_exp_kernel(
-    # data
-    logits,
+    logits,  # data
     bias,
     targets,
     log_probabilities,
     log_sum_exp,
-    # the map to logits
-    logit_scale,
+    logit_scale,  # scalars
     softcap,
     inverse_temperature,
-    # shapes
-    width,
+    width,  # shapes
     padded,
-    # strides
-    logits_stride,
+    logits_stride,  # strides
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -98,7 +95,7 @@ def log_sum_exp_kernel(
     logits_row = logits + row * logits_stride
     target = tl.load(targets + row)
     _known, _target_raw, target_logit = _target_raw_and_logit(
-        logits_row, target, bias, logit_scale, softcap, inverse_temperature, width, HAS_BIAS, HAS_SOFTCAP
+        logits_row, target, bias, width, logit_scale, softcap, inverse_temperature, HAS_BIAS, HAS_SOFTCAP
     )
 
     offsets = tl.arange(0, BLOCK)
@@ -127,23 +124,19 @@ def log_sum_exp_kernel(
 
 @triton.jit
 def exponentials_kernel(
-    # data
-    logits,
+    logits,  # data
     gradients,
     bias,
     targets,
     log_probabilities,
     log_sum_exp,
     multiplier,
-    # the map to logits
-    logit_scale,
+    logit_scale,  # scalars
     softcap,
     inverse_temperature,
-    # shapes
-    width,
+    width,  # shapes
     padded,
-    # strides
-    logits_stride,
+    logits_stride,  # strides
     gradients_stride,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -155,7 +148,7 @@ def exponentials_kernel(
     gradients_row = gradients + row * gradients_stride
     target = tl.load(targets + row)
     known, target_raw, target_logit = _target_raw_and_logit(
-        logits_row, target, bias, logit_scale, softcap, inverse_temperature, width, HAS_BIAS, HAS_SOFTCAP
+        logits_row, target, bias, width, logit_scale, softcap, inverse_temperature, HAS_BIAS, HAS_SOFTCAP
     )
 
     offsets = tl.arange(0, BLOCK)
@@ -205,23 +198,19 @@ def exponentials_kernel(
 
 @triton.jit
 def gradients_kernel(
-    # data
-    logits,
+    logits,  # data
     gradients,
     bias,
     targets,
     log_sum_exp,
     scale,
-    # the map to logits
-    logit_scale,
+    logit_scale,  # scalars
     softcap,
     inverse_temperature,
-    # shapes
-    first_column,
+    first_column,  # shapes
     width,
     padded,
-    # strides
-    logits_stride,
+    logits_stride,  # strides
     gradients_stride,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -275,72 +264,55 @@ def _launch_settings(padded: int) -> dict[str, Any]:
     return {"BLOCK": block, "num_warps": max(1, min(NUM_WARPS, block // 256)), "enable_fp_fusion": True}
 
 
-def _padded_width(width: int, *matrices: torch.Tensor) -> int:
+def _padded_width(width: int, *matrices: Tensor) -> int:
     """The columns that a row is walked along: up to the next multiple of 64 where the row has memory for them."""
     padded = -(-width // 64) * 64
     fits = all(_column_of_first(matrix) + padded <= matrix.stride(0) for matrix in matrices)
     return padded if fits else width
 
 
-def _column_of_first(matrix: torch.Tensor) -> int:
+def _column_of_first(matrix: Tensor) -> int:
     """Where in its row of the memory a matrix begins that may be a cut of a wider one."""
     return int(matrix.storage_offset() % max(matrix.stride(0), 1))
 
 
-def _map_arguments(logit_map: LogitMap) -> tuple[float, float, float]:
-    cap = logit_map.final_logit_softcapping
-    return float(logit_map.logit_scale), float(cap or 1.0), 1.0 / float(logit_map.temperature)
-
-
-def _overlapping(logits: torch.Tensor, gradients: torch.Tensor) -> bool:
-    return logits.dtype != gradients.dtype and logits.data_ptr() == gradients.data_ptr()
-
-
-def _check_matrix(name: str, values: torch.Tensor, shape: tuple[int, int], device: torch.device) -> None:
+def _check_matrix(name: str, values: Tensor, shape: tuple[int, int], device: torch.device) -> None:
     """A kernel walks along a row one value after the other, and rows that it writes may not share memory."""
-    if values.shape != shape or values.device != device:
-        raise ValueError(f"{name} must be {list(shape)} on {device}, found {list(values.shape)} on {values.device}")
+    check_tensor(name, values, device, shape)
     rows, width = shape
     if (width > 1 and values.stride(1) != 1) or (rows > 1 and values.stride(0) < width):
-        raise ValueError(f"the rows of {name} must be dense and apart, found strides {values.stride()}")
+        raise ValueError(
+            f"{name} must have rows that are contiguous and do not overlap, found shape {shape} with strides {values.stride()}"
+        )
 
 
-def _check_pair(logits: torch.Tensor, gradients: torch.Tensor) -> None:
+def _check_pair(logits: Tensor, gradients: Tensor) -> None:
     _check_matrix("logits", logits, (logits.shape[0], logits.shape[1]), logits.device)
     _check_matrix("gradients", gradients, (logits.shape[0], logits.shape[1]), logits.device)
     in_place = logits.data_ptr() == gradients.data_ptr() and logits.shape[0] > 1
     if in_place and logits.stride(0) * logits.itemsize != gradients.stride(0) * gradients.itemsize:
         raise ValueError(
-            f"gradients that overlay the logits must have rows of as many bytes, found strides {gradients.stride()} of "
-            f"{gradients.dtype} over {logits.stride()} of {logits.dtype}"
+            "gradients that share memory with the logits must have rows of the same number of bytes, found strides "
+            f"{gradients.stride()} of {gradients.dtype} and {logits.stride()} of {logits.dtype}"
         )
 
 
-def _read(name: str, values: torch.Tensor, length: int, device: torch.device) -> torch.Tensor:
+def _read(name: str, values: Tensor, length: int, device: torch.device) -> Tensor:
     """A vector that a kernel reads, one value after the other: a copy where the caller's has another stride."""
-    if values.shape != (length,) or values.device != device:
-        raise ValueError(f"{name} must be [{length}] on {device}, found {list(values.shape)} on {values.device}")
+    check_tensor(name, values, device, (length,))
     return values.contiguous()
 
 
-def _read_targets(targets: torch.Tensor, length: int, device: torch.device) -> torch.Tensor:
-    if targets.dtype not in TARGET_DTYPES:
-        raise ValueError(f"targets must be int64 or int32, found {targets.dtype}")
-    return _read("targets", targets, length, device)
-
-
-def _check_written(length: int, device: torch.device, **vectors: torch.Tensor) -> None:
+def _check_written(logits: Tensor, **vectors: Tensor) -> None:
     for name, values in vectors.items():
-        if values.shape != (length,) or values.device != device or not values.is_contiguous():
-            raise ValueError(
-                f"{name} must be [{length}] on {device} with stride 1, found {list(values.shape)} on {values.device} with "
-                f"strides {values.stride()}"
-            )
+        check_tensor(name, values, logits.device, (logits.shape[0],))
+        if not values.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, since a kernel writes it; found stride {values.stride()}")
 
 
 def _launch(
     kernel: Any,
-    data: Sequence[torch.Tensor],
+    data: Sequence[Tensor],
     scalars: Sequence[float],
     shapes: Sequence[int],
     strides: Sequence[int],
@@ -358,113 +330,70 @@ def _launch(
 
 def _launch_over_logits(
     kernel: Any,
-    matrices: Sequence[torch.Tensor],
-    targets: torch.Tensor,
-    bias: torch.Tensor | None,
-    logit_map: LogitMap,
-    vectors: Sequence[torch.Tensor],
+    logits: RawLogits,
+    gradients: Tensor | None,
+    vectors: Sequence[Tensor],
     first_column: Sequence[int] = (),
-    **compile_time: bool,
 ) -> None:
-    """``matrices`` are the logits and, where the kernel writes them, the gradients."""
-    logits = matrices[0]
-    rows, width = logits.shape
-    offset = _read("bias", bias, width, logits.device) if bias is not None else logits
+    """``gradients`` is None for a kernel that writes none; ``vectors`` are the kernel's other data."""
+    raw, targets, bias, logit_map = logits
+    rows, width = raw.shape
+    check_targets(targets, (rows,), raw.device)
+    offset = _read("bias", bias, width, raw.device) if bias is not None else raw
+    matrices, compile_time = [raw], {}
+    if gradients is not None:
+        matrices.append(gradients)
+        compile_time["OVERLAPPING"] = raw.dtype != gradients.dtype and raw.data_ptr() == gradients.data_ptr()
+    cap = logit_map.final_logit_softcapping
     _launch(
         kernel,
-        (*matrices, offset, _read_targets(targets, rows, logits.device), *vectors),
-        _map_arguments(logit_map),
+        (*matrices, offset, targets.contiguous(), *vectors),
+        (float(logit_map.logit_scale), float(cap or 1.0), 1.0 / float(logit_map.temperature)),
         (*first_column, width, _padded_width(width, *matrices)),
         [matrix.stride(0) for matrix in matrices],
         HAS_BIAS=bias is not None,
-        HAS_SOFTCAP=logit_map.final_logit_softcapping is not None,
+        HAS_SOFTCAP=cap is not None,
         **compile_time,
     )
 
 
-def log_sum_exp(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    bias: torch.Tensor | None,
-    logit_map: LogitMap,
-    log_probabilities: torch.Tensor,
-    normaliser: torch.Tensor,
-) -> None:
+def log_sum_exp(logits: RawLogits, log_probabilities: Tensor, normaliser: Tensor) -> None:
     """See :func:`fusepatch.loss.steps.log_sum_exp`. Raises ValueError where a shape, a device or a stride does not fit."""
-    rows, width = logits.shape
-    _check_matrix("logits", logits, (rows, width), logits.device)
-    _check_written(rows, logits.device, log_probabilities=log_probabilities, normaliser=normaliser)
-    written = (log_probabilities, normaliser)
-    _launch_over_logits(log_sum_exp_kernel, (logits,), targets, bias, logit_map, written)
+    raw = logits.raw
+    _check_matrix("logits", raw, (raw.shape[0], raw.shape[1]), raw.device)
+    _check_written(raw, log_probabilities=log_probabilities, normaliser=normaliser)
+    _launch_over_logits(log_sum_exp_kernel, logits, None, (log_probabilities, normaliser))
 
 
 def exponentials(
-    logits: torch.Tensor,
-    gradients: torch.Tensor,
-    targets: torch.Tensor,
-    bias: torch.Tensor | None,
-    logit_map: LogitMap,
-    log_probabilities: torch.Tensor,
-    normaliser: torch.Tensor,
-    multiplier: torch.Tensor,
-    gain: float,
+    logits: RawLogits, gradients: Tensor, log_probabilities: Tensor, normaliser: Tensor, multiplier: Tensor, gain: float
 ) -> None:
     """See :func:`fusepatch.loss.steps.exponentials`: one read of the logits, one write of the gradients.
 
     Raises ValueError where a shape, a device or a stride does not fit.
     """
-    rows = logits.shape[0]
-    _check_pair(logits, gradients)
-    _check_written(
-        rows, logits.device, log_probabilities=log_probabilities, normaliser=normaliser, multiplier=multiplier
-    )
+    _check_pair(logits.raw, gradients)
+    _check_written(logits.raw, log_probabilities=log_probabilities, normaliser=normaliser, multiplier=multiplier)
     if gradients.dtype == torch.float16:
         # Exponentials relative to a pivot do not fit float16's range; probabilities do, at the price of a second read.
-        log_sum_exp(logits, targets, bias, logit_map, log_probabilities, normaliser)
-        gradient_of_logits(logits, gradients, targets, bias, logit_map, normaliser, multiplier.fill_(gain), 0)
-        multiplier.fill_(logit_map.slope / gain)
+        log_sum_exp(logits, log_probabilities, normaliser)
+        gradient_of_logits(logits, gradients, normaliser, multiplier.fill_(gain), 0)
+        multiplier.fill_(logits.logit_map.slope / gain)
         return
-    _launch_over_logits(
-        exponentials_kernel,
-        (logits, gradients),
-        targets,
-        bias,
-        logit_map,
-        (log_probabilities, normaliser, multiplier),
-        OVERLAPPING=_overlapping(logits, gradients),
-    )
+    _launch_over_logits(exponentials_kernel, logits, gradients, (log_probabilities, normaliser, multiplier))
 
 
 def gradient_of_logits(
-    logits: torch.Tensor,
-    gradients: torch.Tensor,
-    targets: torch.Tensor,
-    bias: torch.Tensor | None,
-    logit_map: LogitMap,
-    normaliser: torch.Tensor,
-    scale: torch.Tensor,
-    first_column: int,
+    logits: RawLogits, gradients: Tensor, normaliser: Tensor, scale: Tensor, first_column: int
 ) -> None:
-    """See :func:`fusepatch.loss.steps.gradient_of_logits`.
-
-    Raises ValueError where a shape, a device or a stride does not fit.
-    """
-    rows = logits.shape[0]
-    _check_pair(logits, gradients)
-    read = [_read(name, values, rows, logits.device) for name, values in (("normaliser", normaliser), ("scale", scale))]
-    _launch_over_logits(
-        gradients_kernel,
-        (logits, gradients),
-        targets,
-        bias,
-        logit_map,
-        read,
-        (first_column,),
-        OVERLAPPING=_overlapping(logits, gradients),
-    )
+    """See :func:`fusepatch.loss.steps.gradient_of_logits`. Raises ValueError where a shape, a device or a stride does not fit."""
+    rows, device = logits.raw.shape[0], logits.raw.device
+    _check_pair(logits.raw, gradients)
+    read = (_read("normaliser", normaliser, rows, device), _read("scale", scale, rows, device))
+    _launch_over_logits(gradients_kernel, logits, gradients, read, (first_column,))
 
 
-def scale_rows(values: torch.Tensor, scale: torch.Tensor) -> None:
+def scale_rows(values: Tensor, scale: Tensor) -> None:
     """See :func:`fusepatch.loss.steps.scale_rows`. Raises ValueError where a shape, a device or a stride does not fit."""
     rows, width = values.shape
     _check_matrix("values", values, (rows, width), values.device)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 
@@ -25,7 +24,7 @@ from fusepatch.loss.chunks import (
     ranges,
     rows_within,
 )
-from fusepatch.loss.logit_map import LogitMap
+from fusepatch.loss.logit_map import LogitMap, RawLogits
 from fusepatch.loss.products import Precision
 from fusepatch.loss.rows import GradientRows, Rows, gradient_rows
 
@@ -138,20 +137,17 @@ class Pass:
 
         Where ``written`` is None, it is the buffer's. Returns it, [R, V].
         """
-        head, outputs = self.head, self.outputs
+        head = self.head
         logits = self.buffer.logits(stop - start, head.vocabulary)
         if written is None:
             written = self.buffer.gradients(stop - start, head.vocabulary)
         products.logits_into(logits, self.rows.take(start, stop), self.weight, head.precision)
         head.backend.steps.exponentials(
-            logits,
+            RawLogits(logits, self.rows.targets[start:stop], head.bias, head.logit_map),
             written,
-            self.rows.targets[start:stop],
-            head.bias,
-            head.logit_map,
-            outputs.values[start:stop],
-            outputs.log_sum_exp[start:stop],
-            outputs.multiplier[start:stop],
+            self.outputs.values[start:stop],
+            self.outputs.log_sum_exp[start:stop],
+            self.outputs.multiplier[start:stop],
             head.precision.gain,
         )
         return written
@@ -193,9 +189,8 @@ def log_probability_pass(head: Head, rows: Rows) -> LogProbabilities:
         for start, stop in ranges(0, total, head.chunk_rows):
             logits = buffer.logits(stop - start, head.vocabulary)
             products.logits_into(logits, rows.take(start, stop), weight, head.precision)
-            head.backend.steps.log_sum_exp(
-                logits, rows.targets[start:stop], head.bias, head.logit_map, values[start:stop], normaliser[start:stop]
-            )
+            raw = RawLogits(logits, rows.targets[start:stop], head.bias, head.logit_map)
+            head.backend.steps.log_sum_exp(raw, values[start:stop], normaliser[start:stop])
     return LogProbabilities(values, normaliser)
 
 
@@ -284,35 +279,8 @@ def grouped_gradient_pass(
     """
     if head.precision.narrow_range and limit is None and len(groups) > 1:
         raise ValueError(
-            f"limit must be given for float16 products of {len(groups)} groups, found None: it is the largest coefficient of all "
-            "groups, by which each group is scaled"
+            f"limit must be the largest coefficient of all rows, found None: float16 products of {len(groups)} groups are scaled by it"
         )
-    # The buffers are freed before the cast, which needs memory of the weight's size.
-    sums = _sum_over_groups(head, rows, wanted, coefficients, groups, limit)
-    factor = None if sums.limit is None else sums.limit * (head.logit_map.slope / head.precision.gain)
-    return sums.values, Gradients(
-        sums.grad_hidden.total.view(rows.hidden.shape) if sums.grad_hidden is not None else None,
-        _finished(sums.weight, head.weight, factor) if wanted.weight else None,
-        _finished(sums.bias, head.bias, factor) if sums.bias is not None and head.bias is not None else None,
-    )
-
-
-class _Sums(NamedTuple):
-    values: torch.Tensor
-    grad_hidden: GradientRows | None
-    weight: torch.Tensor | None
-    bias: torch.Tensor | None
-    limit: torch.Tensor | None
-
-
-def _sum_over_groups(
-    head: Head,
-    rows: Rows,
-    wanted: Wanted,
-    coefficients: CoefficientSource,
-    groups: list[tuple[int, int]],
-    limit: torch.Tensor | None,
-) -> _Sums:
     precision = head.precision
     device = rows.targets.device
     # With one group there is nothing to add up: the product rounds once, to the dtype of the gradient.
@@ -323,9 +291,9 @@ def _sum_over_groups(
     size = largest(groups)
     one_chunk = head.even_chunk(size) == size
     current = begin_pass(head, rows, grad_hidden, size, precision.gradients if one_chunk else None)
-    group = current.buffer.gradient_storage
+    written = group = current.buffer.gradient_storage
     if not one_chunk:
-        group = torch.empty((size, padded_columns(head.vocabulary)), dtype=precision.gradients, device=device)
+        written = group = torch.empty((size, padded_columns(head.vocabulary)), dtype=precision.gradients, device=device)
     for start, stop in groups:
         written = group[: stop - start, : head.vocabulary]
         for first, last in current.chunks(start, stop):
@@ -349,7 +317,15 @@ def _sum_over_groups(
             del scaled
         if bias_sum is not None:
             bias_sum += sum_of_scaled_rows(scale, written, precision)
-    return _Sums(current.outputs.values, grad_hidden, weight_sum, bias_sum, limit)
+    values = current.outputs.values
+    # Free before the cast, which needs memory of the weight's size.
+    del current, group, written
+    factor = None if limit is None else limit * (head.logit_map.slope / precision.gain)
+    return values, Gradients(
+        grad_hidden.total.view(rows.hidden.shape) if grad_hidden is not None else None,
+        _finished(weight_sum, head.weight, factor) if wanted.weight else None,
+        _finished(bias_sum, head.bias, factor) if bias_sum is not None and head.bias is not None else None,
+    )
 
 
 def sum_of_scaled_rows(scale: torch.Tensor, rows: torch.Tensor, precision: Precision) -> torch.Tensor:
@@ -421,16 +397,9 @@ def vocabulary_gradient_pass(
             logits = buffer.logits(count, weight.shape[0])
             written = buffer.gradients(count, weight.shape[0])
             products.logits_into(logits, states, weight, precision)
-            head.backend.steps.gradient_of_logits(
-                logits,
-                written,
-                rows.targets,
-                head.bias[part] if head.bias is not None else None,
-                head.logit_map,
-                log_sum_exp,
-                scale,
-                part.start,
-            )
+            bias = head.bias[part] if head.bias is not None else None
+            raw = RawLogits(logits, rows.targets, bias, head.logit_map)
+            head.backend.steps.gradient_of_logits(raw, written, log_sum_exp, scale, part.start)
             if grad_weight is not None:
                 _slice_of_weight_gradient(grad_weight[part], written, states, factor)
             if grad_bias is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -31,18 +32,10 @@ class PolicyInputs:
 
     def sequences(self, first: int, last: int) -> PolicyInputs:
         """The same for sequences [first, last)."""
-
-        def cut(values: torch.Tensor | None) -> torch.Tensor | None:
-            return None if values is None else values[first:last]
-
-        return PolicyInputs(
-            self.log_probabilities[first:last],
-            self.mask[first:last],
-            self.advantages[first:last],
-            cut(self.old_log_probabilities),
-            cut(self.reference_log_probabilities),
-            cut(self.sampling_ratio),
-        )
+        cut: dict[str, Any] = {
+            name: value if value is None else value[first:last] for name, value in vars(self).items()
+        }
+        return PolicyInputs(**cut)
 
 
 # Returns the loss (0-dim) and the metrics. For a run of sequences the loss is that run's share of the whole batch's loss:

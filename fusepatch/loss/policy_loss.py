@@ -12,24 +12,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fusepatch.loss import coefficients
+from fusepatch.loss import coefficients, linear
 from fusepatch.loss.arguments import check_head, check_targets, check_tensor
 from fusepatch.loss.backend import Backend
 from fusepatch.loss.coefficients import Coefficients, separable_groups
 from fusepatch.loss.gradient_storage import first_columns_pass, group_rows, serves
 from fusepatch.loss.left_out_rows import policy_inputs, rows_that_count, rows_with_gradient
-from fusepatch.loss.linear import (
-    DEFAULT_CHUNK_MIB,
-    Begun,
-    Gradients,
-    Wanted,
-    grouped_gradient_pass,
-    hidden_gradient_pass,
-    log_probability_pass,
-    make_head,
-    scale_hidden_gradient,
-    vocabulary_gradient_pass,
-)
+from fusepatch.loss.linear import DEFAULT_CHUNK_MIB, Begun, Gradients, Wanted
 from fusepatch.loss.logit_map import PLAIN, LogitMap
 from fusepatch.loss.policy import LossAndMetrics, Policy, PolicyCall, PolicyInputs
 from fusepatch.loss.rows import Rows
@@ -135,12 +124,14 @@ def linear_policy_loss(
     if prefer not in ("speed", "memory"):
         raise ValueError(f"prefer must be 'speed' or 'memory', found {prefer!r}")
     if reference_head is not None and reference_log_probabilities is not None:
-        raise ValueError("Pass reference_log_probabilities or reference_head, not both")
+        raise ValueError(
+            "reference_log_probabilities and reference_head were both given: pass one, since the head computes the other"
+        )
     if reference_head is not None:
         check_head(reference_head.hidden, reference_head.weight, reference_head.bias, "reference_head.")
         wanted_shape = (*tokens, reference_head.hidden.shape[2])
         check_tensor("reference_head.hidden", reference_head.hidden, hidden.device, wanted_shape)
-    head = make_head(hidden, weight, bias, logit_map, backend, chunk_mib)
+    head = linear.make_head(hidden, weight, bias, logit_map, backend, chunk_mib)
     plan = rows_that_count(mask, advantages, traits)
     rows = Rows(hidden.detach(), plan.take(targets).to(torch.int64), plan, head.precision)
     reference = reference_log_probabilities
@@ -200,9 +191,9 @@ def _graph_is_kept() -> bool:
 def _log_probabilities_of(
     reference: ReferenceHead, rows: Rows, logit_map: LogitMap, backend: str, chunk_mib: float
 ) -> torch.Tensor:
-    head = make_head(reference.hidden, reference.weight, reference.bias, logit_map, backend, chunk_mib)
+    head = linear.make_head(reference.hidden, reference.weight, reference.bias, logit_map, backend, chunk_mib)
     rows = replace(rows, hidden=reference.hidden.detach(), precision=head.precision)
-    return rows.plan.put(log_probability_pass(head, rows).values)
+    return rows.plan.put(linear.log_probability_pass(head, rows).values)
 
 
 def _result(call: PolicyCall, inputs: PolicyInputs, loss: LossAndMetrics, gradients: Gradients) -> PolicyLoss:
@@ -210,7 +201,7 @@ def _result(call: PolicyCall, inputs: PolicyInputs, loss: LossAndMetrics, gradie
 
 
 def _evaluate(call: PolicyCall) -> PolicyLoss:
-    inputs = call.inputs_with(log_probability_pass(call.head, call.rows).values)
+    inputs = call.inputs_with(linear.log_probability_pass(call.head, call.rows).values)
     return _result(call, inputs, call.loss(inputs), Gradients(None, None, None))
 
 
@@ -221,7 +212,7 @@ def _hidden_only(call: PolicyCall) -> PolicyLoss:
 
 def _grouped(call: PolicyCall, wanted: Wanted, source: Coefficients, groups: list[tuple[int, int]]) -> PolicyLoss:
     """Every gradient in one pass, given where the coefficients of each group come from."""
-    values, gradients = grouped_gradient_pass(call.head, call.rows, wanted, source.of_rows, groups, source.limit)
+    values, gradients = linear.grouped_gradient_pass(call.head, call.rows, wanted, source.of_rows, groups, source.limit)
     inputs = call.inputs_with(values)
     return _result(call, inputs, source.loss(inputs), gradients)
 
@@ -244,7 +235,7 @@ def _by_vocabulary(call: PolicyCall, wanted: Wanted, first: _First) -> PolicyLos
     """The parameters' gradients by slices of the vocabulary, given what the first pass has begun."""
     plan = call.plan
     left = rows_with_gradient(plan, call.traits, first.coefficients, first.inputs.log_probabilities)
-    gradients = vocabulary_gradient_pass(
+    gradients = linear.vocabulary_gradient_pass(
         call.head,
         call.rows.only(left),
         wanted,
@@ -258,15 +249,15 @@ def _by_vocabulary(call: PolicyCall, wanted: Wanted, first: _First) -> PolicyLos
 def _log_probabilities_first(call: PolicyCall, hidden: bool) -> _First:
     """All log-probabilities, with grad-hidden on the way where it is wanted, then the policy."""
     if not hidden:
-        found = log_probability_pass(call.head, call.rows)
+        found = linear.log_probability_pass(call.head, call.rows)
         inputs = call.inputs_with(found.values)
         loss, coefficients = call.loss_and_coefficients(inputs)
         return _First(inputs, loss, found.log_sum_exp, coefficients, None)
-    outputs, grad_hidden = hidden_gradient_pass(call.head, call.rows)
+    outputs, grad_hidden = linear.hidden_gradient_pass(call.head, call.rows)
     inputs = call.inputs_with(outputs.values)
     # After the products were queued, so that the policy's many small launches run ahead of them.
     loss, coefficients = call.loss_and_coefficients(inputs)
-    scale_hidden_gradient(call.head, grad_hidden, coefficients * call.plan.put(outputs.multiplier))
+    linear.scale_hidden_gradient(call.head, grad_hidden, coefficients * call.plan.put(outputs.multiplier))
     return _First(inputs, loss, outputs.log_sum_exp, coefficients, grad_hidden)
 
 
