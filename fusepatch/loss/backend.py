@@ -18,8 +18,8 @@ class BackendUnavailableError(RuntimeError):
 
 
 class Steps(Protocol):
-    """What is computed between two matrix products: :mod:`fusepatch.loss.steps` in plain torch, which documents each step,
-    and :mod:`fusepatch.loss.kernels` in Triton.
+    """What is computed between two matrix products: in plain torch by :mod:`fusepatch.loss.steps`, which documents each
+    step, and in Triton by :mod:`fusepatch.loss.kernels`.
     """
 
     def log_sum_exp(self, logits: RawLogits, log_probabilities: Tensor, normaliser: Tensor) -> None: ...
@@ -43,7 +43,7 @@ class Steps(Protocol):
 
 @dataclass(frozen=True)
 class Backend:
-    """The chosen form: ``name`` is ``"triton"`` or ``"torch"``; ``reasons`` say what was not possible, empty if nothing."""
+    """The chosen form: ``name`` is ``"triton"`` or ``"torch"``; ``reasons`` say what was not possible, if anything."""
 
     name: str
     steps: Steps
@@ -106,7 +106,7 @@ def choose_backend(device: torch.device, dtype: torch.dtype, requested: str = "a
     reasons: list[str] = []
     if device.type == "cuda" and dtype in (torch.float16, torch.bfloat16) and not float32_products_of_half(device):
         reasons.append(
-            f"torch {torch.__version__} cannot multiply {str(dtype)[6:]} matrices into a float32 result (torch 2.8 can): "
+            f"torch {torch.__version__} cannot multiply {str(dtype)[6:]} matrices into float32 (torch 2.8 can): "
             f"logits are kept in {str(dtype)[6:]}, and log-probabilities are less accurate"
         )
     why_not = None
@@ -114,7 +114,7 @@ def choose_backend(device: torch.device, dtype: torch.dtype, requested: str = "a
         why_not = _why_not_triton(device, dtype)
         if why_not is not None and requested == "triton":
             raise BackendUnavailableError(
-                f"The Triton kernels were requested and cannot run: {why_not}. Nothing was computed; use 'auto' or 'torch'."
+                f"The Triton kernels were requested and cannot run: {why_not}. Use 'auto' or 'torch' instead."
             )
         if why_not is not None:
             reasons.append(why_not)

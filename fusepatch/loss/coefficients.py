@@ -1,7 +1,7 @@
 """Where the coefficients of a group of rows come from, and which groups they can be found for.
 
-A row's coefficient is the derivative of the loss by its log-probability. The product that makes grad-weight mixes rows, so the
-coefficients of a group must be known when its product is made.
+A row's coefficient is the derivative of the loss by its log-probability. The product that makes grad-weight mixes rows,
+so the coefficients of a group must be known when its product is made.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def fixed(call: PolicyCall) -> Coefficients:
 
 
 def of_whole_batch(call: PolicyCall) -> Coefficients:
-    """Coefficients of any policy, for one group that has all rows. The policy is called once for them and for the loss."""
+    """Coefficients of any policy, for one group of all rows. The policy is called once for them and the loss."""
     found: list[LossAndMetrics] = []
 
     def of_rows(values: torch.Tensor, start: int, stop: int) -> torch.Tensor:
@@ -66,7 +66,7 @@ def of_each_group(call: PolicyCall) -> Coefficients:
 
 
 def separable_groups(call: PolicyCall, limit: int) -> list[tuple[int, int]] | None:
-    """Groups of at most ``limit`` rows whose coefficients depend on no row outside the group; None where no cut gives such."""
+    """Groups of at most ``limit`` rows whose coefficients depend on no row outside the group, None if impossible."""
     if call.head.precision.narrow_range:
         return None
     if call.traits.separable or call.traits.fixed_coefficients:

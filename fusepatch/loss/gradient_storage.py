@@ -1,10 +1,10 @@
 """Parameter gradients in the memory of grad-weight alone: the choice of a user who is short of memory.
 
 A float32 sum of grad-weight takes twice the memory of a bfloat16 gradient. The sum of a part of its rows fits into the
-gradient's own memory, with the gradients of a group of rows of logits beside it, as long as the other rows of grad-weight are
-not there yet. So the first part of the vocabulary is summed in that memory during the one pass that makes the
-log-probabilities, and cast in place; the rest is made after it by slices of the vocabulary. The first part costs three
-products, the rest four.
+gradient's own memory, with the gradients of a group of rows of logits beside it, as long as the other rows of
+grad-weight are not there yet. So the first part of the vocabulary is summed in that memory during the one pass that
+makes the log-probabilities, and cast in place; the rest is made after it by slices of the vocabulary. The first part
+costs three products, the rest four.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from fusepatch.loss.chunks import COLUMN_MULTIPLE, largest
 from fusepatch.loss.linear import Begun, CoefficientSource, Head, LogProbabilities, Wanted
 from fusepatch.loss.rows import Rows, gradient_rows
 
-# More rows per group read and write the sum less often, and leave less of the memory to it. With g rows the first part is about
-# H / (2 H + g) of the vocabulary; at H = 4,096 on an H200 one more pass over the sum costs as much as 350 rows of a product.
+# More rows per group read and write the sum less often, and leave less of the memory to it. With g rows the first part
+# is about H / (2 H + g) of the vocabulary; at H = 4,096 on an H200 one more pass over the sum costs 350 rows' product.
 GROUP_ROWS = 2048
 
 
@@ -42,7 +42,7 @@ class Storage:
         """Turn the sums into the first C rows of grad-weight."""
         if self.sums.dtype == self.grad_weight.dtype:
             return
-        # A narrower row ends before the wide row of the same number does: going up, no sum is overwritten before it is read.
+        # A narrower row ends before the wide row of the same number: going up, no sum is overwritten before it is read.
         step = max(int(scratch_bytes // (self.grad_weight.shape[1] * self.grad_weight.element_size())), 1)
         for part in products.slices(0, self.columns, step):
             self.grad_weight[part] = self.sums[part].to(self.grad_weight.dtype)
@@ -82,7 +82,7 @@ def allocate(head: Head, group_rows: int) -> Storage:
 
 @dataclass(frozen=True)
 class FirstPart:
-    """Log-probabilities and ``coefficients`` [R] of every row, grad-hidden [B, T, H] where wanted, and what is begun."""
+    """Log-probabilities and ``coefficients`` [R] of every row, grad-hidden [B, T, H] if wanted, and what is begun."""
 
     log_probabilities: LogProbabilities
     coefficients: torch.Tensor

@@ -5,10 +5,10 @@
 Import this module only where Triton is wanted: ``fusepatch.loss.backend`` decides that at call time.
 
 One program handles one row and walks along it, so the number of rows is only the grid and nothing is recompiled when
-it changes. Row offsets are 64-bit. A row is read and written up to ``padded`` columns: the next multiple of 64 where the row
-stride has room for it, so that loads stay vectorised for any vocabulary size, else ``width``. Columns past ``width`` count
-as logits of minus infinity. The kernels themselves take a vector's stride to be 1 and compare no sizes; the functions at the end
-of this module see to that.
+it changes. Row offsets are 64-bit. A row is read and written up to ``padded`` columns: the next multiple of 64 where
+the row stride has room for it, so that loads stay vectorised for any vocabulary size, else ``width``. Columns past
+``width`` count as logits of minus infinity. The kernels themselves take a vector's stride to be 1 and compare no sizes;
+the functions at the end of this module see to that.
 """
 
 from __future__ import annotations
@@ -282,7 +282,8 @@ def _check_matrix(name: str, values: Tensor, shape: tuple[int, int], device: tor
     rows, width = shape
     if (width > 1 and values.stride(1) != 1) or (rows > 1 and values.stride(0) < width):
         raise ValueError(
-            f"{name} must have rows that are contiguous and do not overlap, found shape {shape} with strides {values.stride()}"
+            f"{name} must have rows that are contiguous and do not overlap, found shape {shape} with strides "
+            f"{values.stride()}"
         )
 
 
@@ -358,7 +359,7 @@ def _launch_over_logits(
 
 
 def log_sum_exp(logits: RawLogits, log_probabilities: Tensor, normaliser: Tensor) -> None:
-    """See :func:`fusepatch.loss.steps.log_sum_exp`. Raises ValueError where a shape, a device or a stride does not fit."""
+    """See :func:`fusepatch.loss.steps.log_sum_exp`. Raises ValueError if a shape, a device or a stride does not fit."""
     raw = logits.raw
     _check_matrix("logits", raw, (raw.shape[0], raw.shape[1]), raw.device)
     _check_written(raw, log_probabilities=log_probabilities, normaliser=normaliser)
@@ -370,7 +371,7 @@ def exponentials(
 ) -> None:
     """See :func:`fusepatch.loss.steps.exponentials`: one read of the logits, one write of the gradients.
 
-    Raises ValueError where a shape, a device or a stride does not fit.
+    Raises ValueError if a shape, a device or a stride does not fit.
     """
     _check_pair(logits.raw, gradients)
     _check_written(logits.raw, log_probabilities=log_probabilities, normaliser=normaliser, multiplier=multiplier)
@@ -386,7 +387,10 @@ def exponentials(
 def gradient_of_logits(
     logits: RawLogits, gradients: Tensor, normaliser: Tensor, scale: Tensor, first_column: int
 ) -> None:
-    """See :func:`fusepatch.loss.steps.gradient_of_logits`. Raises ValueError where a shape, a device or a stride does not fit."""
+    """See :func:`fusepatch.loss.steps.gradient_of_logits`.
+
+    Raises ValueError if a shape, a device or a stride does not fit.
+    """
     rows, device = logits.raw.shape[0], logits.raw.device
     _check_pair(logits.raw, gradients)
     read = (_read("normaliser", normaliser, rows, device), _read("scale", scale, rows, device))
@@ -394,7 +398,7 @@ def gradient_of_logits(
 
 
 def scale_rows(values: Tensor, scale: Tensor) -> None:
-    """See :func:`fusepatch.loss.steps.scale_rows`. Raises ValueError where a shape, a device or a stride does not fit."""
+    """See :func:`fusepatch.loss.steps.scale_rows`. Raises ValueError if a shape, a device or a stride does not fit."""
     rows, width = values.shape
     _check_matrix("values", values, (rows, width), values.device)
     factors = _read("scale", scale, rows, values.device)

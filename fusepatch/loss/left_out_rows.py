@@ -2,13 +2,14 @@
 
 The rule, the same for a frozen and a trainable head and for both forms of the steps:
 
-1. A row is **left out** where its mask is 0, or its advantage is 0, and the policy's traits say that such a row matters to
-   neither loss, metrics nor gradients. Nothing that the batch holds for it is looked at. NaN or infinity in its hidden states, its
-   log-probabilities or its sampling ratio changes nothing, where a policy that multiplies by the mask makes NaN of them.
-2. Every other row **counts**: the policy gets what is there, and a value that is not finite goes where the policy takes it. A
-   coefficient that the policy makes NaN, or a row whose probabilities are NaN, gives a gradient of NaN.
-3. Where coefficients were found without the log-probabilities (``traits.fixed_coefficients``), a row that counts and whose
-   log-probability is not finite has a coefficient of NaN: it is the ratio of that log-probability to itself.
+1. A row is **left out** where its mask is 0, or its advantage is 0, and the policy's traits say that such a row matters
+   to neither loss, metrics nor gradients. Nothing that the batch holds for it is looked at. NaN or infinity in its
+   hidden states, its log-probabilities or its sampling ratio changes nothing, where a policy that multiplies by the
+   mask makes NaN of them.
+2. Every other row **counts**: the policy gets what is there, and a value that is not finite goes where the policy takes
+   it. A coefficient that the policy makes NaN, or a row whose probabilities are NaN, gives a gradient of NaN.
+3. Where coefficients were found without the log-probabilities (``traits.fixed_coefficients``), a row that counts and
+   whose log-probability is not finite has a coefficient of NaN: it is the ratio of that log-probability to itself.
 
 What is given for a whole sequence (an advantage, a sampling ratio [B, 1]) belongs to the rows of it that count.
 """
@@ -62,8 +63,8 @@ def inputs_of_group(
 ) -> tuple[PolicyInputs, torch.Tensor]:
     """What the policy sees of rows [start, stop) alone: their whole sequences, with 0 where a row is not in the group.
 
-    ``values`` [R] are log-probabilities of the plan's rows. Also returns the positions of the group's rows in the inputs, each
-    [stop - start], counted in the flattened sequences.
+    ``values`` [R] are log-probabilities of the plan's rows. Also returns the positions of the group's rows in the
+    inputs, each [stop - start], counted in the flattened sequences.
     """
     length = plan.shape[1]
     first, last = plan.sequences(start, stop)

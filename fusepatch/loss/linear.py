@@ -34,8 +34,8 @@ DEFAULT_CHUNK_MIB = 256.0
 # may take this many chunks' memory.
 GROUP_CHUNKS_LEAST = 2
 GROUP_CHUNKS_MOST = 4
-# A slice of the vocabulary takes this part of a chunk's memory. On an H200, 4,096 columns (128 MiB) for 8,192 rows took 55
-# ms in all, 2,048 took 57, 8,192 took 56. Narrower than 1,024, a product would be bound by reading the hidden states again.
+# A slice of the vocabulary takes this part of a chunk's memory. On an H200, 4,096 columns (128 MiB) for 8,192 rows took
+# 55 ms in all, 2,048 took 57, 8,192 took 56. Narrower than 1,024, a product is bound by reading the hidden states.
 SLICE_OF_CHUNK = 0.5
 SLICE_COLUMNS_LEAST = 1024
 
@@ -44,7 +44,7 @@ SLICE_COLUMNS_LEAST = 1024
 class Head:
     """A linear head and how it is computed.
 
-    ``weight`` is [V, H] and ``bias`` [V] or None, in the caller's dtype. ``chunk_bytes`` bounds the logits held at once.
+    ``weight`` is [V, H] and ``bias`` [V] or None, in the caller's dtype. ``chunk_bytes`` limits the logits in memory.
     """
 
     weight: torch.Tensor
@@ -68,7 +68,7 @@ class Head:
 
     @property
     def group_rows(self) -> int:
-        """Rows of a group, whole chunks: what the cast of the float32 sum will need anyway, once it may reuse the memory."""
+        """Rows of a group, whole chunks: the cast of the float32 sum needs as much, and may reuse the memory."""
         spare = self.weight.numel() * self.weight.element_size() - self.chunk_bytes
         group_bytes = max(GROUP_CHUNKS_LEAST * self.chunk_bytes, min(spare, GROUP_CHUNKS_MOST * self.chunk_bytes))
         rows = group_bytes / (padded_columns(self.vocabulary) * self.precision.gradients.itemsize)
@@ -130,7 +130,7 @@ class Pass:
 
     def chunks(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Rows [start, stop) in pieces that fit the buffer."""
-        return ranges(start, stop, max(self.buffer.logit_storage.shape[0], 1))
+        return ranges(start, stop, self.buffer.logit_storage.shape[0])
 
     def write(self, start: int, stop: int, written: torch.Tensor | None = None) -> torch.Tensor:
         """Write the outputs of rows [start, stop), and their gradients by logits up to the multiplier into ``written``.
@@ -153,7 +153,7 @@ class Pass:
         return written
 
     def add_hidden_gradient(self, start: int, written: torch.Tensor, scale: torch.Tensor | None = None) -> None:
-        """Make grad-hidden of the rows from ``start`` on out of what was written for them, times ``scale`` where given."""
+        """Make grad-hidden of the rows from ``start`` on out of what was written for them, times ``scale`` if given."""
         if self.grad_hidden is None:
             return
         out = self.grad_hidden.out(start, start + written.shape[0])
@@ -166,7 +166,7 @@ class Pass:
 def begin_pass(
     head: Head, rows: Rows, grad_hidden: GradientRows | None, group_rows: int, gradients: torch.dtype | None
 ) -> Pass:
-    """Allocate the outputs and the buffer. ``group_rows`` rows at most are cut into chunks, see :func:`logit_buffer`."""
+    """Allocate the outputs and a buffer for the chunks of ``group_rows`` rows at most, see :func:`logit_buffer`."""
     outputs = torch.empty((3, rows.plan.rows), dtype=head.precision.sums, device=rows.targets.device).unbind(0)
     return Pass(
         head,
@@ -209,10 +209,9 @@ def hidden_gradient_pass(head: Head, rows: Rows) -> tuple[RowOutputs, torch.Tens
     return outputs, grad_hidden.total.view(rows.hidden.shape)
 
 
-def scale_hidden_gradient(head: Head, grad_hidden: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def scale_hidden_gradient(head: Head, grad_hidden: torch.Tensor, scale: torch.Tensor) -> None:
     """Multiply grad-hidden [B, T, H] by ``scale`` [B, T] in place."""
     head.backend.steps.scale_rows(grad_hidden.view(-1, grad_hidden.shape[-1]), scale.reshape(-1))
-    return grad_hidden
 
 
 @dataclass(frozen=True)
@@ -269,7 +268,7 @@ def grouped_gradient_pass(
     Args:
         coefficients: called once per group, with all log-probabilities found so far ([R]) and the group's range.
         groups: ranges of rows that follow each other and cover all, from :meth:`Head.groups` for example.
-        limit: from :func:`coefficient_limit` over all rows. May be left out where there is one group, whose own it then is.
+        limit: from :func:`coefficient_limit` over all rows. May be left out for one group, whose own it then is.
 
     Returns:
         the log-probabilities [R], and the gradients.
@@ -279,7 +278,8 @@ def grouped_gradient_pass(
     """
     if head.precision.narrow_range and limit is None and len(groups) > 1:
         raise ValueError(
-            f"limit must be the largest coefficient of all rows, found None: float16 products of {len(groups)} groups are scaled by it"
+            "limit must be the largest coefficient of all rows, found None: "
+            f"float16 products of {len(groups)} groups are scaled by it"
         )
     precision = head.precision
     device = rows.targets.device
@@ -348,7 +348,7 @@ def _finished(total: torch.Tensor | None, like: torch.Tensor, factor: torch.Tens
 
 @dataclass(frozen=True)
 class Begun:
-    """grad-weight [V, H] and a sum of grad-bias [V], where wanted, with their first ``columns`` (of the logits) done."""
+    """grad-weight [V, H] and a sum of grad-bias [V], if wanted, with their first ``columns`` (of the logits) done."""
 
     weight: torch.Tensor | None
     bias: torch.Tensor | None

@@ -65,8 +65,8 @@ def linear_log_probabilities(
     Backward recomputes the logits of each chunk, so the weight has to be whole in backward too (not so under ZeRO-3).
 
     Args:
-        hidden: [N, H], any strides; weight: [V, H]; targets: int64 or int32 [N], outside [0, V) a target counts as one whose
-            logit is 0; bias: [V] or None.
+        hidden: [N, H], any strides; weight: [V, H]; targets: int64 or int32 [N], outside [0, V) a target counts as one
+            whose logit is 0; bias: [V] or None.
         chunk_mib: MiB for the logits of one chunk.
         backend: ``"auto"``, ``"triton"`` or ``"torch"``.
 

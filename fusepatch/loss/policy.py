@@ -1,4 +1,4 @@
-"""A policy: the caller's function of log-probabilities in plain torch, what it sees, and its evaluation on one batch."""
+"""A policy: the caller's function of log-probabilities in plain torch, what it sees, and how it is evaluated."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class PolicyInputs:
         return PolicyInputs(**cut)
 
 
-# Returns the loss (0-dim) and the metrics. For a run of sequences the loss is that run's share of the whole batch's loss:
-# normalise by the whole batch's mask, not by ``inputs.mask``.
+# Returns the loss (0-dim) and the metrics. For a run of sequences the loss is that run's share of the whole batch's
+# loss: normalise by the whole batch's mask, not by ``inputs.mask``.
 Policy = Callable[[PolicyInputs], "tuple[torch.Tensor, Sequence[torch.Tensor]]"]
 LossAndMetrics = tuple[torch.Tensor, tuple[torch.Tensor, ...]]
 

@@ -41,9 +41,9 @@ class ReferenceHead:
 class PolicyLoss:
     """Result of :func:`linear_policy_loss`; nothing in it carries a graph.
 
-    ``loss`` is float32 0-dim; ``metrics`` as the policy made them; ``gradients`` of the loss, None where not wanted, each with
-    the shape and dtype of its input; ``log_probabilities`` float32 [B, T], 0 where not computed; ``rows`` is the number
-    of rows that were computed; ``backend`` says what ran and why.
+    ``loss`` is float32 0-dim; ``metrics`` as the policy made them; ``gradients`` of the loss, None where not wanted,
+    each with the shape and dtype of its input; ``log_probabilities`` float32 [B, T], 0 where not computed; ``rows`` is
+    the number of rows that were computed; ``backend`` says what ran and why.
     """
 
     loss: torch.Tensor
@@ -76,16 +76,16 @@ def linear_policy_loss(
 ) -> PolicyLoss:
     """Compute a policy's loss over the log-probabilities of ``targets``, and the gradients that are wanted.
 
-    Call it where grad mode is off, as inside ``torch.autograd.Function.forward``. No argument is modified. One host sync
-    per call for the number of rows that enter (none where every row must), one more where parameter gradients come after
-    the policy, to leave out rows whose coefficient turned out to be zero. How often the policy is called:
+    Call it where grad mode is off, as inside ``torch.autograd.Function.forward``. No argument is modified. One host
+    sync per call for the number of rows that enter (none where every row must), one more where parameter gradients come
+    after the policy, to leave out rows whose coefficient turned out to be zero. How often the policy is called:
 
     - no gradient wanted: once, without grad mode;
-    - only grad-hidden wanted (a frozen head): once, after all log-probabilities. Two matrix products in all, whatever the
-      policy, since a row's coefficient may be applied after them;
+    - only grad-hidden wanted (a frozen head): once, after all log-probabilities. Two matrix products in all, whatever
+      the policy, since a row's coefficient may be applied after them;
     - grad-weight or grad-bias wanted: with fixed coefficients twice; with a policy that is separable, by rows or by
-      sequences, once per group of rows and once at the end; else once. Three products where all rows fit one group, or a
-      separable policy's rows or sequences do; four where not.
+      sequences, once per group of rows and once at the end; else once. Three products where all rows fit one group, or
+      a separable policy's rows or sequences do; four where not.
 
     The number of calls can differ between ranks only in the separable cases: a collective inside the policy
     has to be made once by the caller and its result kept.
@@ -94,8 +94,8 @@ def linear_policy_loss(
         hidden: [B, T, H], any strides.
         weight: [V, H]. A dtype that differs from the one of the matrix products costs a copy.
         targets: int64 or int32 [B, T]. Outside [0, V) a target counts as one whose logit is 0.
-        mask: [B, T], any dtype. Which rows are left out by it and by the advantages, and what becomes of NaN and infinity, is
-            the rule of :mod:`fusepatch.loss.left_out_rows`.
+        mask: [B, T], any dtype. Which rows are left out by it and by the advantages, and what becomes of NaN and
+            infinity, is the rule of :mod:`fusepatch.loss.left_out_rows`.
         advantages: [B].
         wanted: which gradients to make; ``Wanted(False, False, False)`` where autograd will not ask for any
             (``len(ctx.next_functions) == 0``).
@@ -105,12 +105,14 @@ def linear_policy_loss(
             ``reference_log_probabilities``.
         sampling_ratio: [B, 1] or [B, T].
         prefer: ``"memory"`` makes grad-weight in no more memory than its own, without a float32 sum of its size, at the
-            price of about half of one more matrix product (a whole one where no policy gradient is known in the first pass). Nothing changes where neither weight nor bias needs a gradient.
+            price of about half of one more matrix product (a whole one where no policy gradient is known in the first
+            pass). Nothing changes where neither weight nor bias needs a gradient.
         chunk_mib: MiB for the logits of one chunk; the chunk is the largest multiple of 128 rows within it.
         backend: ``"auto"``, ``"triton"`` or ``"torch"``, see :func:`fusepatch.loss.backend.choose_backend`.
 
     Raises:
-        ValueError: a shape, a device or the dtype of the targets does not fit, or ``prefer`` is neither ``"speed"`` nor ``"memory"``.
+        ValueError: a shape, a device or the dtype of the targets does not fit, or ``prefer`` is neither ``"speed"`` nor
+            ``"memory"``.
         BackendUnavailableError: ``backend="triton"`` where Triton cannot run.
     """
     tokens = tuple(hidden.shape[:2])
@@ -125,7 +127,7 @@ def linear_policy_loss(
         raise ValueError(f"prefer must be 'speed' or 'memory', found {prefer!r}")
     if reference_head is not None and reference_log_probabilities is not None:
         raise ValueError(
-            "reference_log_probabilities and reference_head were both given: pass one, since the head computes the other"
+            "reference_log_probabilities and reference_head were both given, and one comes from the other: pass one"
         )
     if reference_head is not None:
         check_head(reference_head.hidden, reference_head.weight, reference_head.bias, "reference_head.")
@@ -144,9 +146,8 @@ def linear_policy_loss(
     if not wanted.parameters:
         return _hidden_only(call)
     if prefer == "memory":
-        return _by_vocabulary(
-            call, wanted, _first_columns(call, wanted) or _log_probabilities_first(call, wanted.hidden)
-        )
+        first = _first_columns(call, wanted) or _log_probabilities_first(call, wanted.hidden)
+        return _by_vocabulary(call, wanted, first)
     if traits.fixed_coefficients:
         return _grouped(call, wanted, coefficients.fixed(call), head.groups(plan.rows))
     if plan.rows <= head.group_rows:
@@ -219,8 +220,8 @@ def _grouped(call: PolicyCall, wanted: Wanted, source: Coefficients, groups: lis
 
 @dataclass(frozen=True)
 class _First:
-    """What is there after a first pass: ``log_sum_exp`` [R] and ``coefficients`` [B, T] of every row, grad-hidden where it is
-    wanted, and what has been made of the parameters' gradients.
+    """What is known after a first pass: ``log_sum_exp`` [R] and ``coefficients`` [B, T] of every row, grad-hidden if it
+    is wanted, and what has been made of the parameters' gradients.
     """
 
     inputs: PolicyInputs

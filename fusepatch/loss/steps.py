@@ -1,7 +1,8 @@
 """The steps between two matrix products, in plain torch: the form for the CPU and wherever Triton cannot run.
 
-``fusepatch.loss.kernels`` has the same functions with the same arguments. ``gradients`` is [R, W] of any floating dtype and may
-share memory with the logits, which hold nothing of use afterwards; the row outputs are float32 [R] (float64 for float64 logits).
+``fusepatch.loss.kernels`` has the same functions with the same arguments. ``gradients`` is [R, W] of any floating dtype
+and may share memory with the logits, which hold nothing of use afterwards; the row outputs are float32 [R] (float64 for
+float64 logits).
 """
 
 from __future__ import annotations
