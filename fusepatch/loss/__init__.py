@@ -6,13 +6,11 @@ Importing this package imports torch, and Triton only at the first call that use
 from __future__ import annotations
 
 from fusepatch.loss.backend import Backend, BackendUnavailableError, choose_backend, unsupported_device
-from fusepatch.loss.linear import Gradients, Wanted
+from fusepatch.loss.linear import DEFAULT_CHUNK_MIB, Gradients, Wanted
 from fusepatch.loss.log_probabilities import linear_log_probabilities
 from fusepatch.loss.logit_map import LogitMap
+from fusepatch.loss.policy import Policy, PolicyInputs
 from fusepatch.loss.policy_loss import (
-    DEFAULT_CHUNK_MIB,
-    Policy,
-    PolicyInputs,
     PolicyLoss,
     ReferenceHead,
     linear_policy_loss,

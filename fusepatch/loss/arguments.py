@@ -18,7 +18,7 @@ def check_tensor(name: str, tensor: torch.Tensor | None, device: torch.device, *
     if tuple(tensor.shape) not in shapes:
         raise ValueError(f"{name} must have shape {' or '.join(map(str, shapes))}, found {tuple(tensor.shape)}")
     if tensor.device != device:
-        raise ValueError(f"{name} must be on {device} as hidden is, found {tensor.device}")
+        raise ValueError(f"{name} must be on {device} like the other tensors, found {tensor.device}")
 
 
 def check_head(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, prefix: str = "") -> None:

@@ -5,37 +5,60 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Protocol
 
 import torch
+from torch import Tensor
+
+from fusepatch.loss.logit_map import RawLogits
 
 
 class BackendUnavailableError(RuntimeError):
     """The Triton kernels were asked for where they cannot run."""
 
 
-@dataclass(frozen=True)
-class Backend:
-    """The chosen form: ``name`` is ``"triton"`` or ``"torch"``; ``reasons`` say what was not possible, empty if nothing.
-
-    ``steps`` is a module with the functions ``log_sum_exp``, ``exponentials`` and ``gradient_of_logits``
-    (see :mod:`fusepatch.loss.steps`).
+class Steps(Protocol):
+    """What is computed between two matrix products: in plain torch by :mod:`fusepatch.loss.steps`, which documents each
+    step, and in Triton by :mod:`fusepatch.loss.kernels`.
     """
 
+    def log_sum_exp(self, logits: RawLogits, log_probabilities: Tensor, normaliser: Tensor) -> None: ...
+
+    def exponentials(
+        self,
+        logits: RawLogits,
+        gradients: Tensor,
+        log_probabilities: Tensor,
+        normaliser: Tensor,
+        multiplier: Tensor,
+        gain: float,
+    ) -> None: ...
+
+    def gradient_of_logits(
+        self, logits: RawLogits, gradients: Tensor, normaliser: Tensor, scale: Tensor, first_column: int
+    ) -> None: ...
+
+    def scale_rows(self, values: Tensor, scale: Tensor) -> None: ...
+
+
+@dataclass(frozen=True)
+class Backend:
+    """The chosen form: ``name`` is ``"triton"`` or ``"torch"``; ``reasons`` say what was not possible, if anything."""
+
     name: str
-    steps: Any
+    steps: Steps
     reasons: tuple[str, ...] = ()
 
 
 def unsupported_device(device: torch.device) -> str | None:
-    """Why a caller should keep its own code on this device, or None: only NVIDIA GPUs and the CPU are served.
+    """Why a caller should keep its own code on this device, or None: only NVIDIA GPUs and the CPU are supported.
 
     ROCm tensors say ``cuda``; ``torch.version.hip`` tells them apart.
     """
     if device.type == "cuda" and torch.version.hip:
-        return "the device is an AMD GPU (ROCm); only NVIDIA GPUs and the CPU are served"
+        return "the device is an AMD GPU (ROCm); only NVIDIA GPUs and the CPU are supported"
     if device.type not in ("cuda", "cpu"):
-        return f"the device type is {device.type!r}; only NVIDIA GPUs and the CPU are served"
+        return f"the device type is {device.type!r}; only NVIDIA GPUs and the CPU are supported"
     return None
 
 
@@ -54,11 +77,13 @@ def _why_not_triton(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type != "cuda" and not (interpreted and device.type == "cpu"):
         return f"Triton kernels run on NVIDIA GPUs; the tensors are on {device.type!r}"
     if torch.version.hip:
-        return "Triton kernels were tested on NVIDIA GPUs only; this torch is built for ROCm"
+        return "Triton kernels are supported on NVIDIA GPUs only; this torch is built for ROCm"
     if dtype == torch.float64:
-        return "the kernels compute in float32; the matrix products are in float64"
+        return "the Triton kernels compute in float32, and these tensors need float64"
     if device.type == "cuda" and _capability(device) < (8, 0):
-        return "Triton needs compute capability 8.0; this GPU has {}.{}".format(*_capability(device))
+        return "Triton kernels need a GPU of compute capability 8.0 or higher; this GPU has {}.{}".format(
+            *_capability(device)
+        )
     try:
         import triton  # noqa: F401
     except ImportError as error:
@@ -81,8 +106,8 @@ def choose_backend(device: torch.device, dtype: torch.dtype, requested: str = "a
     reasons: list[str] = []
     if device.type == "cuda" and dtype in (torch.float16, torch.bfloat16) and not float32_products_of_half(device):
         reasons.append(
-            f"torch {torch.__version__} cannot write float32 logits from {str(dtype)[6:]} inputs (2.8 can): "
-            f"logits are held in {str(dtype)[6:]}, and log-probabilities are less accurate"
+            f"torch {torch.__version__} cannot multiply {str(dtype)[6:]} matrices into float32 (torch 2.8 can): "
+            f"logits are kept in {str(dtype)[6:]}, and log-probabilities are less accurate"
         )
     why_not = None
     if requested != "torch":

@@ -30,10 +30,15 @@ def ranges(start: int, stop: int, limit: int, multiple: int = ROW_MULTIPLE) -> l
     return [(first, min(first + size, stop)) for first in range(start, stop, size)]
 
 
+def largest(pieces: Sequence[tuple[int, int]]) -> int:
+    """The length of the longest of these ranges, 0 where there is none."""
+    return max((stop - start for start, stop in pieces), default=0)
+
+
 def whole_sequences(counts: Sequence[int], limit: int) -> list[tuple[int, int]] | None:
     """Cut the rows of a plan into groups of at most ``limit`` between sequences; None where one sequence is longer.
 
-    ``counts`` is the number of rows of each sequence. As few groups as a cut from the front can make, empty ones left out.
+    ``counts`` is the number of rows of each sequence. As few groups as a cut from the front can make, none empty.
     """
     groups: list[tuple[int, int]] = []
     start = stop = 0
@@ -51,8 +56,8 @@ def whole_sequences(counts: Sequence[int], limit: int) -> list[tuple[int, int]] 
 class RowPlan:
     """The rows of a [B, T] batch that are computed, in the order of the batch.
 
-    ``index`` is int64 [R], positions in the flattened batch, or None when every row enters (R = B * T). ``counts`` is the
-    number of rows of each sequence, known on the host. ``computed`` is bool [B, T], or None when every row enters.
+    ``index`` is int64 [R], positions in the flattened batch, or None when every row enters (R = B * T). ``counts`` is
+    the number of rows of each sequence, known on the host. ``computed`` is bool [B, T], or None when every row enters.
     """
 
     shape: tuple[int, int]
@@ -106,7 +111,7 @@ def plan_rows(keep: torch.Tensor) -> RowPlan:
     total = sum(counts)
     if total == keep.numel():
         return plan_all_rows(shape)
-    # nonzero() would sync once more: the size is known, so each kept row is scattered to its rank, the rest to a spare slot.
+    # nonzero() would sync again. The size is known: each kept row is scattered to its rank, the rest to a spare slot.
     flat = keep.reshape(-1)
     rank = flat.cumsum(0) - 1
     index = torch.zeros(total + 1, dtype=torch.int64, device=keep.device)

@@ -1,10 +1,10 @@
 """Parameter gradients in the memory of grad-weight alone: the choice of a user who is short of memory.
 
 A float32 sum of grad-weight takes twice the memory of a bfloat16 gradient. The sum of a part of its rows fits into the
-gradient's own memory, with the gradients of a group of rows of logits beside it, as long as the other rows of grad-weight are
-not there yet. So the first part of the vocabulary is summed in that memory during the one pass that makes the
-log-probabilities, and cast in place; the rest is made after it by slices of the vocabulary. The first part costs three
-products, the rest four.
+gradient's own memory, with the gradients of a group of rows of logits beside it, as long as the other rows of
+grad-weight are not there yet. So the first part of the vocabulary is summed in that memory during the one pass that
+makes the log-probabilities, and cast in place; the rest is made after it by slices of the vocabulary. The first part
+costs three products, the rest four.
 """
 
 from __future__ import annotations
@@ -13,23 +13,13 @@ from dataclasses import dataclass
 
 import torch
 
-from fusepatch.loss import products
-from fusepatch.loss.chunks import COLUMN_MULTIPLE, ranges
-from fusepatch.loss.linear import (
-    Begun,
-    CoefficientSource,
-    Head,
-    LogProbabilities,
-    Wanted,
-    row_outputs,
-    scale_hidden_gradient,
-    sum_of_scaled_rows,
-    write_chunk,
-)
-from fusepatch.loss.rows import HiddenRows, gradient_rows
+from fusepatch.loss import linear, products
+from fusepatch.loss.chunks import COLUMN_MULTIPLE, largest
+from fusepatch.loss.linear import Begun, CoefficientSource, Head, LogProbabilities, Wanted
+from fusepatch.loss.rows import Rows, gradient_rows
 
-# More rows per group read and write the sum less often, and leave less of the memory to it. With g rows the first part is about
-# H / (2 H + g) of the vocabulary; at H = 4,096 on an H200 one more pass over the sum costs as much as 350 rows of a product.
+# More rows per group read and write the sum less often, and leave less of the memory to it. With g rows the first part
+# is about H / (2 H + g) of the vocabulary; at H = 4,096 on an H200 one more pass over the sum costs 350 rows' product.
 GROUP_ROWS = 2048
 
 
@@ -52,7 +42,7 @@ class Storage:
         """Turn the sums into the first C rows of grad-weight."""
         if self.sums.dtype == self.grad_weight.dtype:
             return
-        # A narrower row ends before the wide row of the same number does: going up, no sum is overwritten before it is read.
+        # A narrower row ends before the wide row of the same number: going up, no sum is overwritten before it is read.
         step = max(int(scratch_bytes // (self.grad_weight.shape[1] * self.grad_weight.element_size())), 1)
         for part in products.slices(0, self.columns, step):
             self.grad_weight[part] = self.sums[part].to(self.grad_weight.dtype)
@@ -78,10 +68,6 @@ def serves(head: Head, groups: list[tuple[int, int]]) -> bool:
     return columns_within(head, largest(groups)) > 0
 
 
-def largest(groups: list[tuple[int, int]]) -> int:
-    return max(stop - start for start, stop in groups)
-
-
 def allocate(head: Head, group_rows: int) -> Storage:
     columns = columns_within(head, group_rows)
     width = head.weight.shape[1]
@@ -96,7 +82,7 @@ def allocate(head: Head, group_rows: int) -> Storage:
 
 @dataclass(frozen=True)
 class FirstPart:
-    """Log-probabilities and ``coefficients`` [R] of every row, grad-hidden [B, T, H] where wanted, and what is begun."""
+    """Log-probabilities and ``coefficients`` [R] of every row, grad-hidden [B, T, H] if wanted, and what is begun."""
 
     log_probabilities: LogProbabilities
     coefficients: torch.Tensor
@@ -106,8 +92,7 @@ class FirstPart:
 
 def first_columns_pass(
     head: Head,
-    hidden: HiddenRows,
-    targets: torch.Tensor,
+    rows: Rows,
     wanted: Wanted,
     coefficients: CoefficientSource,
     groups: list[tuple[int, int]],
@@ -121,41 +106,30 @@ def first_columns_pass(
         groups: ranges of rows that follow each other and cover all.
     """
     precision = head.precision
-    outputs = row_outputs(hidden.plan.rows, targets, head)
-    found = torch.empty_like(outputs.values)
-    grad_hidden = gradient_rows(hidden.hidden, hidden.plan) if wanted.hidden else None
-    bias_sum = torch.zeros(head.vocabulary, dtype=precision.sums, device=targets.device) if wanted.bias else None
+    grad_hidden = gradient_rows(rows.hidden, rows.plan) if wanted.hidden else None
+    bias_sum = torch.zeros(head.vocabulary, dtype=precision.sums, device=rows.targets.device) if wanted.bias else None
     storage = allocate(head, largest(groups))
     columns = storage.columns
-    weight = head.operand_weight()
-    chunk_size = ranges(0, largest(groups), head.chunk_rows)[0][1]
-    buffer = head.buffer(chunk_size, head.vocabulary, precision.gradients)
+    current = linear.begin_pass(head, rows, grad_hidden, largest(groups), precision.gradients)
+    outputs = current.outputs
+    found = torch.empty_like(outputs.values)
     for start, stop in groups:
-        for first, last in ranges(start, stop, chunk_size):
-            written = buffer.gradients(last - first, head.vocabulary)
-            write_chunk(head, weight, hidden, targets, buffer, written, outputs, first, last)
+        for first, last in current.chunks(start, stop):
+            written = current.write(first, last)
             storage.group[first - start : last - start] = written[:, :columns]
-            if grad_hidden is not None:
-                out = grad_hidden.out(first, last)
-                products.hidden_gradient_into(out, written, weight, precision)
-                grad_hidden.put(first, out)
+            current.add_hidden_gradient(first, written)
         found[start:stop] = coefficients(outputs.values, start, stop)
         scale = found[start:stop] * outputs.multiplier[start:stop]
-        scaled = (hidden.take(start, stop) * scale.unsqueeze(-1)).to(precision.rows)
+        scaled = (rows.take(start, stop) * scale.unsqueeze(-1)).to(precision.rows)
         group = storage.group[: stop - start]
         add = products.product_into if start == 0 else products.add_product
         add(storage.sums, group.t(), scaled)
         if bias_sum is not None:
-            bias_sum[:columns] += sum_of_scaled_rows(scale, group, precision)
-    del buffer, written, weight
+            bias_sum[:columns] += linear.sum_of_scaled_rows(scale, group, precision)
+    del current, written
     storage.cast_in_place(head.chunk_bytes)
     total = None
     if grad_hidden is not None:
-        total = grad_hidden.total.view(hidden.hidden.shape)
-        scale_hidden_gradient(head, total, hidden.plan.put(found * outputs.multiplier))
-    return FirstPart(
-        LogProbabilities(outputs.values, outputs.log_sum_exp),
-        found,
-        total,
-        Begun(storage.grad_weight, bias_sum, columns),
-    )
+        total = grad_hidden.total.view(rows.hidden.shape)
+        linear.scale_hidden_gradient(head, total, rows.plan.put(found * outputs.multiplier))
+    return FirstPart(outputs, found, total, Begun(storage.grad_weight, bias_sum, columns))

@@ -5,22 +5,24 @@
 Import this module only where Triton is wanted: ``fusepatch.loss.backend`` decides that at call time.
 
 One program handles one row and walks along it, so the number of rows is only the grid and nothing is recompiled when
-it changes. Row offsets are 64-bit. A row is read and written up to ``padded`` columns: the next multiple of 64 where the row
-stride has room for it, so that loads stay vectorised for any vocabulary size, else ``width``. Columns past ``width`` count
-as logits of minus infinity. The kernels themselves take a vector's stride to be 1 and compare no sizes; the functions at the end
-of this module see to that.
+it changes. Row offsets are 64-bit. A row is read and written up to ``padded`` columns: the next multiple of 64 where
+the row stride has room for it, so that loads stay vectorised for any vocabulary size, else ``width``. Columns past
+``width`` count as logits of minus infinity. The kernels themselves take a vector's stride to be 1 and compare no sizes;
+the functions at the end of this module see to that.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from fusepatch.loss.arguments import TARGET_DTYPES
-from fusepatch.loss.logit_map import LogitMap
+from fusepatch.loss.arguments import check_targets, check_tensor
+from fusepatch.loss.logit_map import RawLogits
 
 # A later block may exceed the running pivot by this much before what was written is rescaled: exp(30) * 2**18 columns
 # is far inside the range that float32 and bfloat16 share.
@@ -34,11 +36,36 @@ def _softcapped(x, softcap):
 
 
 @triton.jit
-def _to_logits(raw, logit_scale, softcap, inverse_temperature, HAS_SOFTCAP: tl.constexpr):
+def _raw_and_logits(
+    loaded, bias, inside, logit_scale, softcap, inverse_temperature, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr
+):
+    raw = loaded.to(tl.float32)
+    if HAS_BIAS:
+        raw += tl.load(bias, mask=inside, other=0.0).to(tl.float32)
     x = raw * logit_scale
     if HAS_SOFTCAP:
         x = _softcapped(x, softcap)
-    return x * inverse_temperature
+    return raw, x * inverse_temperature
+
+
+@triton.jit
+def _target_raw_and_logit(
+    row,
+    target,
+    bias,
+    width,
+    logit_scale,
+    softcap,
+    inverse_temperature,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+):
+    known = (target >= 0) & (target < width)
+    loaded = tl.load(row + target, mask=known, other=0.0)
+    raw, logit = _raw_and_logits(
+        loaded, bias + target, known, logit_scale, softcap, inverse_temperature, HAS_BIAS, HAS_SOFTCAP
+    )
+    return known, raw, tl.where(known, logit, 0.0)
 
 
 @triton.jit
@@ -49,17 +76,17 @@ def _softcap_slope(raw, logit_scale, softcap):
 
 @triton.jit
 def log_sum_exp_kernel(
-    logits,
-    logits_stride,
+    logits,  # data
     bias,
     targets,
     log_probabilities,
     log_sum_exp,
-    width,
-    padded,
-    logit_scale,
+    logit_scale,  # scalars
     softcap,
     inverse_temperature,
+    width,  # shapes
+    padded,
+    logits_stride,  # strides
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -67,12 +94,9 @@ def log_sum_exp_kernel(
     row = tl.program_id(0).to(tl.int64)
     logits_row = logits + row * logits_stride
     target = tl.load(targets + row)
-    known = (target >= 0) & (target < width)
-    target_raw = tl.load(logits_row + target, mask=known, other=0.0).to(tl.float32)
-    if HAS_BIAS:
-        target_raw += tl.load(bias + target, mask=known, other=0.0).to(tl.float32)
-    target_logit = _to_logits(target_raw, logit_scale, softcap, inverse_temperature, HAS_SOFTCAP)
-    target_logit = tl.where(known, target_logit, 0.0)
+    _known, _target_raw, target_logit = _target_raw_and_logit(
+        logits_row, target, bias, width, logit_scale, softcap, inverse_temperature, HAS_BIAS, HAS_SOFTCAP
+    )
 
     offsets = tl.arange(0, BLOCK)
     # Finite, so that a block of minus infinities (a masked vocabulary entry) does not make inf - inf.
@@ -81,12 +105,12 @@ def log_sum_exp_kernel(
     following = tl.load(logits_row + offsets, mask=offsets < padded, other=0.0)
     for start in range(0, padded, BLOCK):
         columns = start + offsets
-        raw = following.to(tl.float32)
+        loaded = following
         # The next block is on its way while this one is reduced.
         following = tl.load(logits_row + columns + BLOCK, mask=columns + BLOCK < padded, other=0.0)
-        if HAS_BIAS:
-            raw += tl.load(bias + columns, mask=columns < width, other=0.0).to(tl.float32)
-        x = _to_logits(raw, logit_scale, softcap, inverse_temperature, HAS_SOFTCAP)
+        _raw, x = _raw_and_logits(
+            loaded, bias + columns, columns < width, logit_scale, softcap, inverse_temperature, HAS_BIAS, HAS_SOFTCAP
+        )
         x = tl.where(columns < width, x, float("-inf"))
         block_maximum = tl.max(x, axis=0)
         if block_maximum > pivot + PIVOT_SLACK:
@@ -100,20 +124,20 @@ def log_sum_exp_kernel(
 
 @triton.jit
 def exponentials_kernel(
-    logits,
-    logits_stride,
+    logits,  # data
     gradients,
-    gradients_stride,
     bias,
     targets,
     log_probabilities,
     log_sum_exp,
     multiplier,
-    width,
-    padded,
-    logit_scale,
+    logit_scale,  # scalars
     softcap,
     inverse_temperature,
+    width,  # shapes
+    padded,
+    logits_stride,  # strides
+    gradients_stride,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     OVERLAPPING: tl.constexpr,
@@ -123,12 +147,9 @@ def exponentials_kernel(
     logits_row = logits + row * logits_stride
     gradients_row = gradients + row * gradients_stride
     target = tl.load(targets + row)
-    known = (target >= 0) & (target < width)
-    target_raw = tl.load(logits_row + target, mask=known, other=0.0).to(tl.float32)
-    if HAS_BIAS:
-        target_raw += tl.load(bias + target, mask=known, other=0.0).to(tl.float32)
-    target_logit = _to_logits(target_raw, logit_scale, softcap, inverse_temperature, HAS_SOFTCAP)
-    target_logit = tl.where(known, target_logit, 0.0)
+    known, target_raw, target_logit = _target_raw_and_logit(
+        logits_row, target, bias, width, logit_scale, softcap, inverse_temperature, HAS_BIAS, HAS_SOFTCAP
+    )
 
     offsets = tl.arange(0, BLOCK)
     pivot = -1.0e30
@@ -136,11 +157,11 @@ def exponentials_kernel(
     following = tl.load(logits_row + offsets, mask=offsets < padded, other=0.0)
     for start in range(0, padded, BLOCK):
         columns = start + offsets
-        raw = following.to(tl.float32)
+        loaded = following
         following = tl.load(logits_row + columns + BLOCK, mask=columns + BLOCK < padded, other=0.0)
-        if HAS_BIAS:
-            raw += tl.load(bias + columns, mask=columns < width, other=0.0).to(tl.float32)
-        x = _to_logits(raw, logit_scale, softcap, inverse_temperature, HAS_SOFTCAP)
+        raw, x = _raw_and_logits(
+            loaded, bias + columns, columns < width, logit_scale, softcap, inverse_temperature, HAS_BIAS, HAS_SOFTCAP
+        )
         x = tl.where(columns < width, x, float("-inf"))
         block_maximum = tl.max(x, axis=0)
         if block_maximum > pivot + PIVOT_SLACK:
@@ -177,20 +198,20 @@ def exponentials_kernel(
 
 @triton.jit
 def gradients_kernel(
-    logits,
-    logits_stride,
+    logits,  # data
     gradients,
-    gradients_stride,
     bias,
     targets,
     log_sum_exp,
     scale,
-    first_column,
-    width,
-    padded,
-    logit_scale,
+    logit_scale,  # scalars
     softcap,
     inverse_temperature,
+    first_column,  # shapes
+    width,
+    padded,
+    logits_stride,  # strides
+    gradients_stride,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     OVERLAPPING: tl.constexpr,
@@ -206,10 +227,10 @@ def gradients_kernel(
     offsets = tl.arange(0, BLOCK)
     for start in range(0, padded, BLOCK):
         columns = start + offsets
-        raw = tl.load(logits_row + columns, mask=columns < padded, other=0.0).to(tl.float32)
-        if HAS_BIAS:
-            raw += tl.load(bias + columns, mask=columns < width, other=0.0).to(tl.float32)
-        x = _to_logits(raw, logit_scale, softcap, inverse_temperature, HAS_SOFTCAP)
+        loaded = tl.load(logits_row + columns, mask=columns < padded, other=0.0)
+        raw, x = _raw_and_logits(
+            loaded, bias + columns, columns < width, logit_scale, softcap, inverse_temperature, HAS_BIAS, HAS_SOFTCAP
+        )
         probability = tl.exp(x - normaliser)
         gradient = tl.where((columns == target) & (columns < width), 1.0 - probability, -probability) * row_scale
         if HAS_SOFTCAP:
@@ -220,7 +241,7 @@ def gradients_kernel(
 
 
 @triton.jit
-def scale_rows_kernel(values, values_stride, scale, width, BLOCK: tl.constexpr):
+def scale_rows_kernel(values, scale, width, values_stride, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     values_row = values + row * values_stride
     row_scale = tl.load(scale + row)
@@ -243,198 +264,142 @@ def _launch_settings(padded: int) -> dict[str, Any]:
     return {"BLOCK": block, "num_warps": max(1, min(NUM_WARPS, block // 256)), "enable_fp_fusion": True}
 
 
-def _padded_width(width: int, *matrices: torch.Tensor) -> int:
+def _padded_width(width: int, *matrices: Tensor) -> int:
     """The columns that a row is walked along: up to the next multiple of 64 where the row has memory for them."""
     padded = -(-width // 64) * 64
     fits = all(_column_of_first(matrix) + padded <= matrix.stride(0) for matrix in matrices)
     return padded if fits else width
 
 
-def _column_of_first(matrix: torch.Tensor) -> int:
+def _column_of_first(matrix: Tensor) -> int:
     """Where in its row of the memory a matrix begins that may be a cut of a wider one."""
     return int(matrix.storage_offset() % max(matrix.stride(0), 1))
 
 
-def _map_arguments(logit_map: LogitMap) -> tuple[float, float, float]:
-    cap = logit_map.final_logit_softcapping
-    return float(logit_map.logit_scale), float(cap or 1.0), 1.0 / float(logit_map.temperature)
-
-
-def _overlapping(logits: torch.Tensor, gradients: torch.Tensor) -> bool:
-    return logits.dtype != gradients.dtype and logits.data_ptr() == gradients.data_ptr()
-
-
-def _check_matrix(name: str, values: torch.Tensor, shape: tuple[int, int], device: torch.device) -> None:
+def _check_matrix(name: str, values: Tensor, shape: tuple[int, int], device: torch.device) -> None:
     """A kernel walks along a row one value after the other, and rows that it writes may not share memory."""
-    if values.shape != shape or values.device != device:
-        raise ValueError(f"{name} must be {list(shape)} on {device}, found {list(values.shape)} on {values.device}")
+    check_tensor(name, values, device, shape)
     rows, width = shape
     if (width > 1 and values.stride(1) != 1) or (rows > 1 and values.stride(0) < width):
-        raise ValueError(f"the rows of {name} must be dense and apart, found strides {values.stride()}")
+        raise ValueError(
+            f"{name} must have rows that are contiguous and do not overlap, found shape {shape} with strides "
+            f"{values.stride()}"
+        )
 
 
-def _check_pair(logits: torch.Tensor, gradients: torch.Tensor) -> None:
+def _check_pair(logits: Tensor, gradients: Tensor) -> None:
     _check_matrix("logits", logits, (logits.shape[0], logits.shape[1]), logits.device)
     _check_matrix("gradients", gradients, (logits.shape[0], logits.shape[1]), logits.device)
     in_place = logits.data_ptr() == gradients.data_ptr() and logits.shape[0] > 1
     if in_place and logits.stride(0) * logits.itemsize != gradients.stride(0) * gradients.itemsize:
         raise ValueError(
-            f"gradients that overlay the logits must have rows of as many bytes, found strides {gradients.stride()} of "
-            f"{gradients.dtype} over {logits.stride()} of {logits.dtype}"
+            "gradients that share memory with the logits must have rows of the same number of bytes, found strides "
+            f"{gradients.stride()} of {gradients.dtype} and {logits.stride()} of {logits.dtype}"
         )
 
 
-def _read(name: str, values: torch.Tensor, length: int, device: torch.device) -> torch.Tensor:
+def _read(name: str, values: Tensor, length: int, device: torch.device) -> Tensor:
     """A vector that a kernel reads, one value after the other: a copy where the caller's has another stride."""
-    if values.shape != (length,) or values.device != device:
-        raise ValueError(f"{name} must be [{length}] on {device}, found {list(values.shape)} on {values.device}")
+    check_tensor(name, values, device, (length,))
     return values.contiguous()
 
 
-def _read_targets(targets: torch.Tensor, length: int, device: torch.device) -> torch.Tensor:
-    if targets.dtype not in TARGET_DTYPES:
-        raise ValueError(f"targets must be int64 or int32, found {targets.dtype}")
-    return _read("targets", targets, length, device)
-
-
-def _check_written(length: int, device: torch.device, **vectors: torch.Tensor) -> None:
+def _check_written(logits: Tensor, **vectors: Tensor) -> None:
     for name, values in vectors.items():
-        if values.shape != (length,) or values.device != device or not values.is_contiguous():
-            raise ValueError(
-                f"{name} must be [{length}] on {device} with stride 1, found {list(values.shape)} on {values.device} with "
-                f"strides {values.stride()}"
-            )
+        check_tensor(name, values, logits.device, (logits.shape[0],))
+        if not values.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, since a kernel writes it; found stride {values.stride()}")
 
 
-def _launch(kernel: Any, matrix: torch.Tensor, *arguments: Any, **compile_time: Any) -> None:
-    """One program for each row, on the matrix's device: Triton by itself takes whichever device is current."""
-    if matrix.shape[0]:
-        with torch.cuda.device_of(matrix):
-            kernel[(matrix.shape[0],)](*arguments, **compile_time)
-
-
-def log_sum_exp(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    bias: torch.Tensor | None,
-    logit_map: LogitMap,
-    log_probabilities: torch.Tensor,
-    normaliser: torch.Tensor,
+def _launch(
+    kernel: Any,
+    data: Sequence[Tensor],
+    scalars: Sequence[float],
+    shapes: Sequence[int],
+    strides: Sequence[int],
+    **compile_time: bool,
 ) -> None:
-    """See :func:`fusepatch.loss.steps.log_sum_exp`. Raises ValueError where a shape, a device or a stride does not fit."""
-    rows, width = logits.shape
-    _check_matrix("logits", logits, (rows, width), logits.device)
-    _check_written(rows, logits.device, log_probabilities=log_probabilities, normaliser=normaliser)
-    padded = _padded_width(width, logits)
+    """One program for each row of the first tensor, on its device: Triton by itself takes whichever device is current.
+
+    The last of ``shapes`` is the number of columns that a program walks along.
+    """
+    rows = data[0].shape[0]
+    if rows:
+        with torch.cuda.device_of(data[0]):
+            kernel[(rows,)](*data, *scalars, *shapes, *strides, **compile_time, **_launch_settings(shapes[-1]))
+
+
+def _launch_over_logits(
+    kernel: Any,
+    logits: RawLogits,
+    gradients: Tensor | None,
+    vectors: Sequence[Tensor],
+    first_column: Sequence[int] = (),
+) -> None:
+    """``gradients`` is None for a kernel that writes none; ``vectors`` are the kernel's other data."""
+    raw, targets, bias, logit_map = logits
+    rows, width = raw.shape
+    check_targets(targets, (rows,), raw.device)
+    offset = _read("bias", bias, width, raw.device) if bias is not None else raw
+    matrices, compile_time = [raw], {}
+    if gradients is not None:
+        matrices.append(gradients)
+        compile_time["OVERLAPPING"] = raw.dtype != gradients.dtype and raw.data_ptr() == gradients.data_ptr()
+    cap = logit_map.final_logit_softcapping
     _launch(
-        log_sum_exp_kernel,
-        logits,
-        logits,
-        logits.stride(0),
-        _read("bias", bias, width, logits.device) if bias is not None else logits,
-        _read_targets(targets, rows, logits.device),
-        log_probabilities,
-        normaliser,
-        width,
-        padded,
-        *_map_arguments(logit_map),
+        kernel,
+        (*matrices, offset, targets.contiguous(), *vectors),
+        (float(logit_map.logit_scale), float(cap or 1.0), 1.0 / float(logit_map.temperature)),
+        (*first_column, width, _padded_width(width, *matrices)),
+        [matrix.stride(0) for matrix in matrices],
         HAS_BIAS=bias is not None,
-        HAS_SOFTCAP=logit_map.final_logit_softcapping is not None,
-        **_launch_settings(padded),
+        HAS_SOFTCAP=cap is not None,
+        **compile_time,
     )
+
+
+def log_sum_exp(logits: RawLogits, log_probabilities: Tensor, normaliser: Tensor) -> None:
+    """See :func:`fusepatch.loss.steps.log_sum_exp`. Raises ValueError if a shape, a device or a stride does not fit."""
+    raw = logits.raw
+    _check_matrix("logits", raw, (raw.shape[0], raw.shape[1]), raw.device)
+    _check_written(raw, log_probabilities=log_probabilities, normaliser=normaliser)
+    _launch_over_logits(log_sum_exp_kernel, logits, None, (log_probabilities, normaliser))
 
 
 def exponentials(
-    logits: torch.Tensor,
-    gradients: torch.Tensor,
-    targets: torch.Tensor,
-    bias: torch.Tensor | None,
-    logit_map: LogitMap,
-    log_probabilities: torch.Tensor,
-    normaliser: torch.Tensor,
-    multiplier: torch.Tensor,
-    gain: float,
+    logits: RawLogits, gradients: Tensor, log_probabilities: Tensor, normaliser: Tensor, multiplier: Tensor, gain: float
 ) -> None:
     """See :func:`fusepatch.loss.steps.exponentials`: one read of the logits, one write of the gradients.
 
-    Raises ValueError where a shape, a device or a stride does not fit.
+    Raises ValueError if a shape, a device or a stride does not fit.
     """
-    rows, width = logits.shape
-    _check_pair(logits, gradients)
-    _check_written(
-        rows, logits.device, log_probabilities=log_probabilities, normaliser=normaliser, multiplier=multiplier
-    )
+    _check_pair(logits.raw, gradients)
+    _check_written(logits.raw, log_probabilities=log_probabilities, normaliser=normaliser, multiplier=multiplier)
     if gradients.dtype == torch.float16:
         # Exponentials relative to a pivot do not fit float16's range; probabilities do, at the price of a second read.
-        log_sum_exp(logits, targets, bias, logit_map, log_probabilities, normaliser)
-        gradient_of_logits(logits, gradients, targets, bias, logit_map, normaliser, multiplier.fill_(gain), 0)
-        multiplier.fill_(logit_map.slope / gain)
+        log_sum_exp(logits, log_probabilities, normaliser)
+        gradient_of_logits(logits, gradients, normaliser, multiplier.fill_(gain), 0)
+        multiplier.fill_(logits.logit_map.slope / gain)
         return
-    padded = _padded_width(width, logits, gradients)
-    _launch(
-        exponentials_kernel,
-        logits,
-        logits,
-        logits.stride(0),
-        gradients,
-        gradients.stride(0),
-        _read("bias", bias, width, logits.device) if bias is not None else logits,
-        _read_targets(targets, rows, logits.device),
-        log_probabilities,
-        normaliser,
-        multiplier,
-        width,
-        padded,
-        *_map_arguments(logit_map),
-        HAS_BIAS=bias is not None,
-        HAS_SOFTCAP=logit_map.final_logit_softcapping is not None,
-        OVERLAPPING=_overlapping(logits, gradients),
-        **_launch_settings(padded),
-    )
+    _launch_over_logits(exponentials_kernel, logits, gradients, (log_probabilities, normaliser, multiplier))
 
 
 def gradient_of_logits(
-    logits: torch.Tensor,
-    gradients: torch.Tensor,
-    targets: torch.Tensor,
-    bias: torch.Tensor | None,
-    logit_map: LogitMap,
-    normaliser: torch.Tensor,
-    scale: torch.Tensor,
-    first_column: int,
+    logits: RawLogits, gradients: Tensor, normaliser: Tensor, scale: Tensor, first_column: int
 ) -> None:
     """See :func:`fusepatch.loss.steps.gradient_of_logits`.
 
-    Raises ValueError where a shape, a device or a stride does not fit.
+    Raises ValueError if a shape, a device or a stride does not fit.
     """
-    rows, width = logits.shape
-    _check_pair(logits, gradients)
-    padded = _padded_width(width, logits, gradients)
-    _launch(
-        gradients_kernel,
-        logits,
-        logits,
-        logits.stride(0),
-        gradients,
-        gradients.stride(0),
-        _read("bias", bias, width, logits.device) if bias is not None else logits,
-        _read_targets(targets, rows, logits.device),
-        _read("normaliser", normaliser, rows, logits.device),
-        _read("scale", scale, rows, logits.device),
-        first_column,
-        width,
-        padded,
-        *_map_arguments(logit_map),
-        HAS_BIAS=bias is not None,
-        HAS_SOFTCAP=logit_map.final_logit_softcapping is not None,
-        OVERLAPPING=_overlapping(logits, gradients),
-        **_launch_settings(padded),
-    )
+    rows, device = logits.raw.shape[0], logits.raw.device
+    _check_pair(logits.raw, gradients)
+    read = (_read("normaliser", normaliser, rows, device), _read("scale", scale, rows, device))
+    _launch_over_logits(gradients_kernel, logits, gradients, read, (first_column,))
 
 
-def scale_rows(values: torch.Tensor, scale: torch.Tensor) -> None:
-    """See :func:`fusepatch.loss.steps.scale_rows`. Raises ValueError where a shape, a device or a stride does not fit."""
+def scale_rows(values: Tensor, scale: Tensor) -> None:
+    """See :func:`fusepatch.loss.steps.scale_rows`. Raises ValueError if a shape, a device or a stride does not fit."""
     rows, width = values.shape
     _check_matrix("values", values, (rows, width), values.device)
     factors = _read("scale", scale, rows, values.device)
-    _launch(scale_rows_kernel, values, values, values.stride(0), factors, width, **_launch_settings(width))
+    _launch(scale_rows_kernel, (values, factors), (), (width,), (values.stride(0),))

@@ -8,23 +8,34 @@ known: grad-hidden is scaled at the end, and grad-weight takes the coefficient w
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from fusepatch.loss import products
 from fusepatch.loss.backend import Backend, choose_backend
-from fusepatch.loss.chunks import COLUMN_MULTIPLE, MIB, LogitBuffer, logit_buffer, padded_columns, ranges, rows_within
-from fusepatch.loss.logit_map import LogitMap
+from fusepatch.loss.chunks import (
+    COLUMN_MULTIPLE,
+    MIB,
+    LogitBuffer,
+    largest,
+    logit_buffer,
+    padded_columns,
+    ranges,
+    rows_within,
+)
+from fusepatch.loss.logit_map import LogitMap, RawLogits
 from fusepatch.loss.products import Precision
-from fusepatch.loss.rows import HiddenRows, gradient_rows
+from fusepatch.loss.rows import GradientRows, Rows, gradient_rows
+
+DEFAULT_CHUNK_MIB = 256.0
 
 # A group of rows shares one product for grad-weight, which reads and writes all of its float32 sum each time. The group
 # may take this many chunks' memory.
 GROUP_CHUNKS_LEAST = 2
 GROUP_CHUNKS_MOST = 4
-# A slice of the vocabulary takes this part of a chunk's memory. On an H200, 4,096 columns (128 MiB) for 8,192 rows took 55
-# ms in all, 2,048 took 57, 8,192 took 56. Narrower than 1,024, a product would be bound by reading the hidden states again.
+# A slice of the vocabulary takes this part of a chunk's memory. On an H200, 4,096 columns (128 MiB) for 8,192 rows took
+# 55 ms in all, 2,048 took 57, 8,192 took 56. Narrower than 1,024, a product is bound by reading the hidden states.
 SLICE_OF_CHUNK = 0.5
 SLICE_COLUMNS_LEAST = 1024
 
@@ -33,7 +44,7 @@ SLICE_COLUMNS_LEAST = 1024
 class Head:
     """A linear head and how it is computed.
 
-    ``weight`` is [V, H] and ``bias`` [V] or None, in the caller's dtype. ``chunk_bytes`` bounds the logits held at once.
+    ``weight`` is [V, H] and ``bias`` [V] or None, in the caller's dtype. ``chunk_bytes`` limits the logits in memory.
     """
 
     weight: torch.Tensor
@@ -57,7 +68,7 @@ class Head:
 
     @property
     def group_rows(self) -> int:
-        """Rows of a group, whole chunks: what the cast of the float32 sum will need anyway, once it may reuse the memory."""
+        """Rows of a group, whole chunks: the cast of the float32 sum needs as much, and may reuse the memory."""
         spare = self.weight.numel() * self.weight.element_size() - self.chunk_bytes
         group_bytes = max(GROUP_CHUNKS_LEAST * self.chunk_bytes, min(spare, GROUP_CHUNKS_MOST * self.chunk_bytes))
         rows = group_bytes / (padded_columns(self.vocabulary) * self.precision.gradients.itemsize)
@@ -66,6 +77,10 @@ class Head:
     def groups(self, rows: int) -> list[tuple[int, int]]:
         """The first ``rows`` rows of a plan in groups of about even size."""
         return ranges(0, rows, self.group_rows, self.chunk_rows)
+
+    def even_chunk(self, rows: int) -> int:
+        """The rows of the longest chunk when ``rows`` rows are cut into chunks of about even size."""
+        return largest(ranges(0, rows, self.chunk_rows))
 
     def slice_columns(self, rows: int) -> int:
         """Columns of a slice of the vocabulary when ``rows`` rows are held at once."""
@@ -92,98 +107,111 @@ class LogProbabilities:
     log_sum_exp: torch.Tensor
 
 
-def log_probability_pass(head: Head, hidden: HiddenRows, targets: torch.Tensor) -> LogProbabilities:
-    """One product per chunk. ``targets`` is int64 [R]."""
-    rows = hidden.plan.rows
-    values = torch.empty(rows, dtype=head.precision.sums, device=targets.device)
-    normaliser = torch.empty_like(values)
-    pieces = ranges(0, rows, head.chunk_rows)
-    if not pieces:
-        return LogProbabilities(values, normaliser)
-    weight = head.operand_weight()
-    buffer = head.buffer(pieces[0][1], head.vocabulary, None)
-    for start, stop in pieces:
-        logits = buffer.logits(stop - start, head.vocabulary)
-        products.logits_into(logits, hidden.take(start, stop), weight, head.precision)
-        head.backend.steps.log_sum_exp(
-            logits, targets[start:stop], head.bias, head.logit_map, values[start:stop], normaliser[start:stop]
+@dataclass(frozen=True)
+class RowOutputs(LogProbabilities):
+    """Also ``multiplier`` [R], by which the gradients written for each row are still to be multiplied."""
+
+    multiplier: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One walk over rows, chunk by chunk: what it reads, the buffer of one chunk, and where its outputs go.
+
+    ``weight`` is the operand of the products; ``grad_hidden`` is None where it is not wanted.
+    """
+
+    head: Head
+    rows: Rows
+    outputs: RowOutputs
+    grad_hidden: GradientRows | None
+    weight: torch.Tensor
+    buffer: LogitBuffer
+
+    def chunks(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Rows [start, stop) in pieces that fit the buffer."""
+        return ranges(start, stop, self.buffer.logit_storage.shape[0])
+
+    def write(self, start: int, stop: int, written: torch.Tensor | None = None) -> torch.Tensor:
+        """Write the outputs of rows [start, stop), and their gradients by logits up to the multiplier into ``written``.
+
+        Where ``written`` is None, it is the buffer's. Returns it, [R, V].
+        """
+        head = self.head
+        logits = self.buffer.logits(stop - start, head.vocabulary)
+        if written is None:
+            written = self.buffer.gradients(stop - start, head.vocabulary)
+        products.logits_into(logits, self.rows.take(start, stop), self.weight, head.precision)
+        head.backend.steps.exponentials(
+            RawLogits(logits, self.rows.targets[start:stop], head.bias, head.logit_map),
+            written,
+            self.outputs.values[start:stop],
+            self.outputs.log_sum_exp[start:stop],
+            self.outputs.multiplier[start:stop],
+            head.precision.gain,
         )
+        return written
+
+    def add_hidden_gradient(self, start: int, written: torch.Tensor, scale: torch.Tensor | None = None) -> None:
+        """Make grad-hidden of the rows from ``start`` on out of what was written for them, times ``scale`` if given."""
+        if self.grad_hidden is None:
+            return
+        out = self.grad_hidden.out(start, start + written.shape[0])
+        products.hidden_gradient_into(out, written, self.weight, self.head.precision)
+        if scale is not None:
+            self.head.backend.steps.scale_rows(out, scale * self.head.precision.gain)
+        self.grad_hidden.put(start, out)
+
+
+def begin_pass(
+    head: Head, rows: Rows, grad_hidden: GradientRows | None, group_rows: int, gradients: torch.dtype | None
+) -> Pass:
+    """Allocate the outputs and a buffer for the chunks of ``group_rows`` rows at most, see :func:`logit_buffer`."""
+    outputs = torch.empty((3, rows.plan.rows), dtype=head.precision.sums, device=rows.targets.device).unbind(0)
+    return Pass(
+        head,
+        rows,
+        RowOutputs(*outputs),
+        grad_hidden,
+        head.operand_weight() if group_rows else head.weight,
+        head.buffer(head.even_chunk(group_rows), head.vocabulary, gradients),
+    )
+
+
+def log_probability_pass(head: Head, rows: Rows) -> LogProbabilities:
+    """One product per chunk."""
+    total = rows.plan.rows
+    values = torch.empty(total, dtype=head.precision.sums, device=rows.targets.device)
+    normaliser = torch.empty_like(values)
+    if total:
+        weight = head.operand_weight()
+        buffer = head.buffer(head.even_chunk(total), head.vocabulary, None)
+        for start, stop in ranges(0, total, head.chunk_rows):
+            logits = buffer.logits(stop - start, head.vocabulary)
+            products.logits_into(logits, rows.take(start, stop), weight, head.precision)
+            raw = RawLogits(logits, rows.targets[start:stop], head.bias, head.logit_map)
+            head.backend.steps.log_sum_exp(raw, values[start:stop], normaliser[start:stop])
     return LogProbabilities(values, normaliser)
 
 
-@dataclass(frozen=True)
-class HiddenPass:
-    """Log-probabilities, and ``grad_hidden`` [B, T, H] of their sum, each row still to be scaled by ``multiplier`` [R]."""
+def hidden_gradient_pass(head: Head, rows: Rows) -> tuple[RowOutputs, torch.Tensor]:
+    """Two products per chunk, log-probabilities and grad-hidden, with no coefficient known. Allocates no [V, H].
 
-    log_probabilities: LogProbabilities
-    multiplier: torch.Tensor
-    grad_hidden: torch.Tensor
-
-
-@dataclass(frozen=True)
-class RowOutputs:
-    values: torch.Tensor
-    log_sum_exp: torch.Tensor
-    multiplier: torch.Tensor
-
-
-def row_outputs(rows: int, like: torch.Tensor, head: Head) -> RowOutputs:
-    values, log_sum_exp, multiplier = torch.empty((3, rows), dtype=head.precision.sums, device=like.device).unbind(0)
-    return RowOutputs(values, log_sum_exp, multiplier)
+    Returns:
+        the outputs, and grad-hidden [B, T, H] of the sum of the log-probabilities, each row still to be multiplied by
+        ``outputs.multiplier``.
+    """
+    grad_hidden = gradient_rows(rows.hidden, rows.plan)
+    current = begin_pass(head, rows, grad_hidden, rows.plan.rows, head.precision.gradients)
+    for start, stop in current.chunks(0, rows.plan.rows):
+        current.add_hidden_gradient(start, current.write(start, stop))
+    outputs = replace(current.outputs, multiplier=current.outputs.multiplier * head.precision.gain)
+    return outputs, grad_hidden.total.view(rows.hidden.shape)
 
 
-def hidden_gradient_pass(head: Head, hidden: HiddenRows, targets: torch.Tensor) -> HiddenPass:
-    """Two products per chunk, log-probabilities and grad-hidden, with no coefficient known. Allocates no [V, H]."""
-    rows = hidden.plan.rows
-    outputs = row_outputs(rows, targets, head)
-    gradients = gradient_rows(hidden.hidden, hidden.plan)
-    pieces = ranges(0, rows, head.chunk_rows)
-    if pieces:
-        weight = head.operand_weight()
-        buffer = head.buffer(pieces[0][1], head.vocabulary, head.precision.gradients)
-        for start, stop in pieces:
-            written = buffer.gradients(stop - start, head.vocabulary)
-            write_chunk(head, weight, hidden, targets, buffer, written, outputs, start, stop)
-            out = gradients.out(start, stop)
-            products.hidden_gradient_into(out, written, weight, head.precision)
-            gradients.put(start, out)
-    return HiddenPass(
-        LogProbabilities(outputs.values, outputs.log_sum_exp),
-        outputs.multiplier * head.precision.gain,
-        gradients.total.view(hidden.hidden.shape),
-    )
-
-
-def write_chunk(
-    head: Head,
-    weight: torch.Tensor,
-    hidden: HiddenRows,
-    targets: torch.Tensor,
-    buffer: LogitBuffer,
-    written: torch.Tensor,
-    outputs: RowOutputs,
-    start: int,
-    stop: int,
-) -> None:
-    logits = buffer.logits(stop - start, head.vocabulary)
-    products.logits_into(logits, hidden.take(start, stop), weight, head.precision)
-    head.backend.steps.exponentials(
-        logits,
-        written,
-        targets[start:stop],
-        head.bias,
-        head.logit_map,
-        outputs.values[start:stop],
-        outputs.log_sum_exp[start:stop],
-        outputs.multiplier[start:stop],
-        head.precision.gain,
-    )
-
-
-def scale_hidden_gradient(head: Head, grad_hidden: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def scale_hidden_gradient(head: Head, grad_hidden: torch.Tensor, scale: torch.Tensor) -> None:
     """Multiply grad-hidden [B, T, H] by ``scale`` [B, T] in place."""
     head.backend.steps.scale_rows(grad_hidden.view(-1, grad_hidden.shape[-1]), scale.reshape(-1))
-    return grad_hidden
 
 
 @dataclass(frozen=True)
@@ -229,8 +257,7 @@ def coefficient_limit(head: Head, coefficients: torch.Tensor) -> torch.Tensor | 
 
 def grouped_gradient_pass(
     head: Head,
-    hidden: HiddenRows,
-    targets: torch.Tensor,
+    rows: Rows,
     wanted: Wanted,
     coefficients: CoefficientSource,
     groups: list[tuple[int, int]],
@@ -241,7 +268,7 @@ def grouped_gradient_pass(
     Args:
         coefficients: called once per group, with all log-probabilities found so far ([R]) and the group's range.
         groups: ranges of rows that follow each other and cover all, from :meth:`Head.groups` for example.
-        limit: from :func:`coefficient_limit` over all rows. May be left out where there is one group, whose own it then is.
+        limit: from :func:`coefficient_limit` over all rows. May be left out for one group, whose own it then is.
 
     Returns:
         the log-probabilities [R], and the gradients.
@@ -249,63 +276,53 @@ def grouped_gradient_pass(
     Raises:
         ValueError: several groups of float16 products and no limit: a later group may hold the largest coefficient.
     """
+    if head.precision.narrow_range and limit is None and len(groups) > 1:
+        raise ValueError(
+            "limit must be the largest coefficient of all rows, found None: "
+            f"float16 products of {len(groups)} groups are scaled by it"
+        )
     precision = head.precision
-    if precision.narrow_range and limit is None and len(groups) > 1:
-        raise ValueError(f"float16 products of {len(groups)} groups need the limit of all their coefficients")
-    rows = hidden.plan.rows
-    device = targets.device
-    outputs = row_outputs(rows, targets, head)
-    grad_hidden = gradient_rows(hidden.hidden, hidden.plan) if wanted.hidden else None
-    weight_sum: torch.Tensor | None = None
+    device = rows.targets.device
+    # With one group there is nothing to add up: the product rounds once, to the dtype of the gradient.
+    direct = len(groups) == 1 and head.weight.dtype == precision.gradients and not precision.narrow_range
+    grad_hidden = gradient_rows(rows.hidden, rows.plan) if wanted.hidden else None
+    weight_sum = None
     bias_sum = torch.zeros(head.vocabulary, dtype=precision.sums, device=device) if wanted.bias else None
-    if groups:
-        weight = head.operand_weight()
-        # With one group there is nothing to add up: the product rounds once, to the dtype of the gradient.
-        direct = len(groups) == 1 and head.weight.dtype == precision.gradients and not precision.narrow_range
-        sum_dtype = head.weight.dtype if direct else precision.sums
-        group_size = max(stop - start for start, stop in groups)
-        chunk_size = ranges(0, group_size, head.chunk_rows)[0][1]
-        shares_buffer = chunk_size == group_size
-        buffer = head.buffer(chunk_size, head.vocabulary, precision.gradients if shares_buffer else None)
-        group = None
-        if not shares_buffer:
-            shape = (group_size, padded_columns(head.vocabulary))
-            group = torch.empty(shape, dtype=precision.gradients, device=device)
-        for start, stop in groups:
-            if group is None:
-                written = buffer.gradients(stop - start, head.vocabulary)
+    size = largest(groups)
+    one_chunk = head.even_chunk(size) == size
+    current = begin_pass(head, rows, grad_hidden, size, precision.gradients if one_chunk else None)
+    written = group = current.buffer.gradient_storage
+    if not one_chunk:
+        written = group = torch.empty((size, padded_columns(head.vocabulary)), dtype=precision.gradients, device=device)
+    for start, stop in groups:
+        written = group[: stop - start, : head.vocabulary]
+        for first, last in current.chunks(start, stop):
+            current.write(first, last, written[first - start : last - start])
+        found = coefficients(current.outputs.values, start, stop)
+        scale = found * current.outputs.multiplier[start:stop]
+        current.add_hidden_gradient(start, written, scale)
+        if limit is None:
+            limit = coefficient_limit(head, found)
+        if limit is not None:
+            # With float16 operands every row of the multiplier is slope / gain, which waits until the end.
+            scale = found / limit
+        if wanted.weight:
+            scaled = (rows.take(start, stop) * scale.unsqueeze(-1)).to(precision.rows)
+            if weight_sum is None:
+                dtype = head.weight.dtype if direct else precision.sums
+                weight_sum = torch.empty(head.weight.shape, dtype=dtype, device=device)
+                products.product_into(weight_sum, written.t(), scaled)
             else:
-                written = group[: stop - start, : head.vocabulary]
-            for first, last in ranges(start, stop, chunk_size):
-                part = written[first - start : last - start]
-                write_chunk(head, weight, hidden, targets, buffer, part, outputs, first, last)
-            found = coefficients(outputs.values, start, stop)
-            scale = found * outputs.multiplier[start:stop]
-            if grad_hidden is not None:
-                out = grad_hidden.out(start, stop)
-                products.hidden_gradient_into(out, written, weight, precision)
-                head.backend.steps.scale_rows(out, scale * precision.gain)
-                grad_hidden.put(start, out)
-            if limit is None:
-                limit = coefficient_limit(head, found)
-            if limit is not None:
-                # With float16 operands every row of the multiplier is slope / gain, which waits until the end.
-                scale = found / limit
-            if wanted.weight:
-                scaled = (hidden.take(start, stop) * scale.unsqueeze(-1)).to(precision.rows)
-                if weight_sum is None:
-                    weight_sum = torch.empty(head.weight.shape, dtype=sum_dtype, device=device)
-                    products.product_into(weight_sum, written.t(), scaled)
-                else:
-                    products.add_product(weight_sum, written.t(), scaled)
-                del scaled
-            if bias_sum is not None:
-                bias_sum += sum_of_scaled_rows(scale, written, precision)
-        # Free before the cast, which needs memory of the weight's size.
-        del buffer, group, written, part, weight
+                products.add_product(weight_sum, written.t(), scaled)
+            del scaled
+        if bias_sum is not None:
+            bias_sum += sum_of_scaled_rows(scale, written, precision)
+    values = current.outputs.values
+    # Free before the cast, which needs memory of the weight's size.
+    del current, group, written
     factor = None if limit is None else limit * (head.logit_map.slope / precision.gain)
-    return outputs.values, Gradients(
-        grad_hidden.total.view(hidden.hidden.shape) if grad_hidden is not None else None,
+    return values, Gradients(
+        grad_hidden.total.view(rows.hidden.shape) if grad_hidden is not None else None,
         _finished(weight_sum, head.weight, factor) if wanted.weight else None,
         _finished(bias_sum, head.bias, factor) if bias_sum is not None and head.bias is not None else None,
     )
@@ -331,7 +348,7 @@ def _finished(total: torch.Tensor | None, like: torch.Tensor, factor: torch.Tens
 
 @dataclass(frozen=True)
 class Begun:
-    """grad-weight [V, H] and a sum of grad-bias [V], where wanted, with their first ``columns`` (of the logits) done."""
+    """grad-weight [V, H] and a sum of grad-bias [V], if wanted, with their first ``columns`` (of the logits) done."""
 
     weight: torch.Tensor | None
     bias: torch.Tensor | None
@@ -340,8 +357,7 @@ class Begun:
 
 def vocabulary_gradient_pass(
     head: Head,
-    hidden: HiddenRows,
-    targets: torch.Tensor,
+    rows: Rows,
     wanted: Wanted,
     log_sum_exp: torch.Tensor,
     coefficients: torch.Tensor,
@@ -354,8 +370,8 @@ def vocabulary_gradient_pass(
         begun: gradients to be finished in place, instead of new ones.
     """
     precision = head.precision
-    rows = hidden.plan.rows
-    device = targets.device
+    count = rows.plan.rows
+    device = rows.targets.device
     scale = coefficients * head.logit_map.slope
     factor = None
     limit = coefficient_limit(head, scale)
@@ -367,30 +383,23 @@ def vocabulary_gradient_pass(
         grad_bias = torch.zeros(head.vocabulary, dtype=precision.sums, device=device) if wanted.bias else None
         begun = Begun(grad_weight, grad_bias, 0)
     grad_weight, grad_bias = begun.weight, begun.bias
-    if rows == 0 and grad_weight is not None:
+    if count == 0 and grad_weight is not None:
         grad_weight[begun.columns :] = 0
-    if rows:
-        states = hidden.take(0, rows)
-        width = head.slice_columns(rows)
-        buffer = head.buffer(rows, width, precision.gradients)
-        ones = torch.ones((1, rows), dtype=precision.gradients, device=device)
+    if count:
+        states = rows.take(0, count)
+        width = head.slice_columns(count)
+        buffer = head.buffer(count, width, precision.gradients)
+        ones = torch.ones((1, count), dtype=precision.gradients, device=device)
         for part in products.slices(begun.columns, head.vocabulary, width):
             weight = head.weight[part]
             if not precision.widened:
                 weight = weight.to(precision.operand)
-            logits = buffer.logits(rows, weight.shape[0])
-            written = buffer.gradients(rows, weight.shape[0])
+            logits = buffer.logits(count, weight.shape[0])
+            written = buffer.gradients(count, weight.shape[0])
             products.logits_into(logits, states, weight, precision)
-            head.backend.steps.gradient_of_logits(
-                logits,
-                written,
-                targets,
-                head.bias[part] if head.bias is not None else None,
-                head.logit_map,
-                log_sum_exp,
-                scale,
-                part.start,
-            )
+            bias = head.bias[part] if head.bias is not None else None
+            raw = RawLogits(logits, rows.targets, bias, head.logit_map)
+            head.backend.steps.gradient_of_logits(raw, written, log_sum_exp, scale, part.start)
             if grad_weight is not None:
                 _slice_of_weight_gradient(grad_weight[part], written, states, factor)
             if grad_bias is not None:

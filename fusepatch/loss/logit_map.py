@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -37,3 +40,17 @@ class LogitMap:
 
 
 PLAIN = LogitMap()
+
+
+class RawLogits(NamedTuple):
+    """The raw output of a head for R rows and W columns of the vocabulary, and what makes logits of it.
+
+    raw: [R, W] in float32 (or lower where the hardware leaves no choice), rows contiguous, row stride at least W.
+    targets: int64 [R]. Outside the vocabulary a target counts as one whose logit is 0, as Liger-Kernel 0.8 counts it.
+    bias: [W] or None.
+    """
+
+    raw: Tensor
+    targets: Tensor
+    bias: Tensor | None
+    logit_map: LogitMap

@@ -120,9 +120,9 @@ def _multiprocessors(device: torch.device) -> int:
 def whole_wave_columns(rows: int, columns: int, multiprocessors: int) -> int:
     """How many columns to compute first, so that the last wave of a product's tiles is not a nearly empty one.
 
-    A product of 512 rows by 128,256 columns takes 15.2 waves of 128 x 256 tiles on 132 multiprocessors, that is 16. As 14
-    whole waves and a product for the rest it took 13.6 ms instead of 14.5 (8,192 rows of width 4,096 on an H200), and
-    3 to 7 % less at three other vocabularies with a rest as small.
+    A product of 512 rows by 128,256 columns takes 15.2 waves of 128 x 256 tiles on 132 multiprocessors, that is 16. As
+    14 whole waves and a product for the rest it took 13.6 ms instead of 14.5 (8,192 rows of width 4,096 on an H200),
+    and 3 to 7 % less at three other vocabularies with a rest as small.
     """
     tile_rows = -(-rows // TILE_ROWS) * TILE_ROWS
     wave = multiprocessors * TILE_ROWS * TILE_COLUMNS / max(tile_rows, 1)

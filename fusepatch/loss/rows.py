@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -11,12 +11,17 @@ from fusepatch.loss.products import Precision
 
 
 @dataclass(frozen=True)
-class HiddenRows:
-    """The plan's rows of ``hidden`` [B, T, H], which may have any strides."""
+class Rows:
+    """The plan's rows of ``hidden`` [B, T, H], which may have any strides, and their ``targets``, int64 [R]."""
 
     hidden: torch.Tensor
+    targets: torch.Tensor
     plan: RowPlan
     precision: Precision
+
+    def only(self, plan: RowPlan) -> Rows:
+        """Those of a plan whose rows are among these."""
+        return replace(self, targets=plan.take(self.plan.put(self.targets)), plan=plan)
 
     def take(self, start: int, stop: int) -> torch.Tensor:
         """Rows [start, stop) of the plan, [R, H] in ``precision.rows``: a view where nothing has to move."""

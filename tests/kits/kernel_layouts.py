@@ -11,6 +11,7 @@ import torch
 
 from fusepatch.loss import LogitMap, Wanted
 from fusepatch.loss.chunks import padded_columns
+from fusepatch.loss.logit_map import RawLogits
 from kits.layouts import LAYOUTS, laid_out
 from kits.loss_cases import (
     ALL,
@@ -77,10 +78,10 @@ def check_vectors(kernels: Any, case: Vectors, device: str) -> None:
     found = torch.empty((3, kind.rows), device=device)
 
     raw, _ = matrix(kind, logits.to(device))
-    kernels.log_sum_exp(raw, targets, bias, MAP, found[0], found[1])
+    kernels.log_sum_exp(RawLogits(raw, targets, bias, MAP), found[0], found[1])
     torch.testing.assert_close(found[:2].double(), torch.stack((values, normaliser)), rtol=1e-5, atol=1e-5)
 
-    kernels.exponentials(raw, raw, targets, bias, MAP, found[0], found[1], found[2], 1.0)
+    kernels.exponentials(RawLogits(raw, targets, bias, MAP), raw, *found, 1.0)
     torch.testing.assert_close(found[:2].double(), torch.stack((values, normaliser)), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close((raw * found[2].unsqueeze(1)).double(), gradient, rtol=1e-4, atol=1e-6)
 
@@ -92,7 +93,7 @@ def check_vectors(kernels: Any, case: Vectors, device: str) -> None:
         # The normaliser belongs to its row, so rows that are all alike go with it.
         raw.copy_(raw[:1].clone().expand_as(raw))
         gradient = gradient[:1].expand_as(gradient)
-    kernels.gradient_of_logits(raw, raw, targets, bias, MAP, norm, scale, 0)
+    kernels.gradient_of_logits(RawLogits(raw, targets, bias, MAP), raw, norm, scale, 0)
     expected = gradient * scale.unsqueeze(1) / MAP.slope
     torch.testing.assert_close(raw.double(), expected, rtol=1e-4, atol=1e-5)
     if case.matrix != "buffer":
@@ -104,15 +105,17 @@ def check_vectors(kernels: Any, case: Vectors, device: str) -> None:
 
 
 REFUSED: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "bias must be \\[70\\]": lambda a: a.update(bias=a["bias"][:1]),
-    "bias must be \\[70\\] on": lambda a: a.update(bias=a["bias"].to("meta")),
-    "targets must be \\[5\\]": lambda a: a.update(targets=a["targets"][:4]),
+    "bias must have shape \\(70,\\), found \\(1,\\)": lambda a: a.update(bias=a["bias"][:1]),
+    "bias must be on": lambda a: a.update(bias=a["bias"].to("meta")),
+    "targets must have shape \\(5,\\)": lambda a: a.update(targets=a["targets"][:4]),
     "targets must be int64 or int32, found torch.float32": lambda a: a.update(targets=a["targets"].float()),
-    "normaliser must be \\[5\\]": lambda a: a.update(normaliser=a["normaliser"][:1]),
-    "the rows of logits must be dense and apart": lambda a: a.update(logits=a["logits"][:1].expand(ROWS, WIDTH)),
-    "the rows of logits must be": lambda a: a.update(logits=a["logits"].t().contiguous().t()),
-    "gradients must be \\[5, 70\\]": lambda a: a.update(gradients=a["gradients"][:, :64]),
-    "gradients that overlay": lambda a: a.update(gradients=a["logits"].as_strided((ROWS, WIDTH), (WIDTH, 1))),
+    "normaliser must have shape \\(5,\\)": lambda a: a.update(normaliser=a["normaliser"][:1]),
+    "logits must have rows that are contiguous and do not overlap": lambda a: a.update(
+        logits=a["logits"][:1].expand(ROWS, WIDTH)
+    ),
+    "logits must have rows that are": lambda a: a.update(logits=a["logits"].t().contiguous().t()),
+    "gradients must have shape \\(5, 70\\)": lambda a: a.update(gradients=a["gradients"][:, :64]),
+    "gradients that share memory": lambda a: a.update(gradients=a["logits"].as_strided((ROWS, WIDTH), (WIDTH, 1))),
 }
 """What no launcher may read: the beginning of the message, and the change that leads to it."""
 
@@ -130,16 +133,17 @@ def check_refused(kernels: Any, said: str, device: str) -> None:
     }
     REFUSED[said](arguments)
     ones = torch.ones(ROWS, device=device)
-    head, norm = [arguments[name] for name in ("targets", "bias")], arguments["normaliser"]
+    given = RawLogits(*(arguments[name] for name in ("logits", "targets", "bias")), MAP)
+    norm = arguments["normaliser"]
     launches = {
-        "gradient_of_logits": (arguments["logits"], arguments["gradients"], *head, MAP, norm, ones, 0),
-        "exponentials": (arguments["logits"], arguments["gradients"], *head, MAP, ones, norm, ones, 1.0),
+        "gradient_of_logits": (given, arguments["gradients"], norm, ones, 0),
+        "exponentials": (given, arguments["gradients"], ones, norm, ones, 1.0),
     }
     if "gradients" not in said:
-        launches["log_sum_exp"] = (arguments["logits"], *head, MAP, ones, norm)
-    for name, given in launches.items():
+        launches["log_sum_exp"] = (given, ones, norm)
+    for name, passed in launches.items():
         with pytest.raises(ValueError, match=said):
-            getattr(kernels, name)(*given)
+            getattr(kernels, name)(*passed)
 
 
 class Whole(NamedTuple):

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from fusepatch.loss import LogitMap
+from fusepatch.loss.logit_map import RawLogits
 
 MAPS = [LogitMap(), LogitMap(0.7, 1.3), LogitMap(1.2, 0.5, 4.0)]
 
@@ -39,8 +40,8 @@ def exact(
 def check_infinite_logit(form: Any, logits: torch.Tensor) -> None:
     targets = torch.tensor([3, 3])
     found = torch.empty((3, 2))
-    form.log_sum_exp(logits.clone(), targets, None, LogitMap(), found[0], found[1])
+    form.log_sum_exp(RawLogits(logits.clone(), targets, None, LogitMap()), found[0], found[1])
     assert found[:2].isnan().tolist() == [[True, False]] * 2
-    form.exponentials(logits, logits, targets, None, LogitMap(), found[0], found[1], found[2], 1.0)
+    form.exponentials(RawLogits(logits, targets, None, LogitMap()), logits, *found, 1.0)
     assert found[:2].isnan().tolist() == [[True, False]] * 2
     assert (logits * found[2].unsqueeze(1)).isnan().any(dim=1).tolist() == [True, False]

@@ -8,6 +8,7 @@ import torch
 
 from fusepatch.loss import LogitMap, Wanted, choose_backend, kernels
 from fusepatch.loss.chunks import logit_buffer
+from fusepatch.loss.logit_map import RawLogits
 from kits import kernel_layouts
 from kits.loss_cases import (
     ALL,
@@ -49,7 +50,7 @@ def test_exponentials(logit_map: LogitMap, bias: bool, dtype: torch.dtype, width
     raw, written = padded(logits, dtype)
     found = torch.empty((3, rows))
     gain = 1024.0 if dtype == torch.float16 else 1.0
-    kernels.exponentials(raw, written, targets, offset, logit_map, found[0], found[1], found[2], gain)
+    kernels.exponentials(RawLogits(raw, targets, offset, logit_map), written, *found, gain)
     torch.testing.assert_close(found[0].double(), values, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found[1].double(), normaliser, rtol=1e-5, atol=1e-5)
     tolerance = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}[dtype]
@@ -71,12 +72,12 @@ def test_logits_far_apart_between_blocks(monkeypatch: pytest.MonkeyPatch) -> Non
     for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 1e-2)):
         raw, written = padded(logits, dtype)
         found = torch.empty((3, 4))
-        kernels.exponentials(raw, written, targets, None, LogitMap(), found[0], found[1], found[2], 1.0)
+        kernels.exponentials(RawLogits(raw, targets, None, LogitMap()), written, *found, 1.0)
         torch.testing.assert_close(found[0].double(), values, rtol=1e-5, atol=1e-4)
         torch.testing.assert_close(
             (written.float() * found[2].unsqueeze(1)).double(), gradient, rtol=tolerance, atol=1e-6
         )
-        kernels.log_sum_exp(logits, targets, None, LogitMap(), found[0], found[1])
+        kernels.log_sum_exp(RawLogits(logits, targets, None, LogitMap()), found[0], found[1])
         torch.testing.assert_close(found[0].double(), values, rtol=1e-5, atol=1e-4)
 
 
@@ -87,7 +88,7 @@ def test_a_confident_target_keeps_its_digits() -> None:
     _, _, gradient = exact(logits, torch.tensor([5]), None, LogitMap())
     raw, written = padded(logits, torch.bfloat16)
     found = torch.empty((3, 1))
-    kernels.exponentials(raw, written, torch.tensor([5]), None, LogitMap(), found[0], found[1], found[2], 1.0)
+    kernels.exponentials(RawLogits(raw, torch.tensor([5]), None, LogitMap()), written, *found, 1.0)
     torch.testing.assert_close((written.float() * found[2]).double(), gradient, rtol=1e-2, atol=0)
 
 
@@ -100,9 +101,8 @@ def test_gradient_of_a_slice(logit_map: LogitMap, dtype: torch.dtype, block: int
     scale = torch.linspace(-1, 1, 5)
     for first, last in ((0, 32), (32, 70)):
         raw, written = padded(logits[:, first:last], dtype)
-        kernels.gradient_of_logits(
-            raw, written, targets, offset[first:last], logit_map, normaliser.float(), scale, first
-        )
+        given = RawLogits(raw, targets, offset[first:last], logit_map)
+        kernels.gradient_of_logits(given, written, normaliser.float(), scale, first)
         expected = gradient[:, first:last] * scale.unsqueeze(1) / logit_map.slope
         tolerance = 1e-4 if dtype == torch.float32 else 1e-2
         torch.testing.assert_close(written.double(), expected, rtol=tolerance, atol=1e-5)
@@ -209,8 +209,9 @@ def test_every_launch_is_on_the_device_of_its_tensors(monkeypatch: pytest.Monkey
     logits, targets, bias = make(4, 64, True)
     raw, written = padded(logits, torch.float32)
     ones = torch.ones((3, 4))
-    kernels.log_sum_exp(raw, targets, bias, LogitMap(), ones[0], ones[1])
-    kernels.exponentials(raw, written, targets, bias, LogitMap(), ones[0], ones[1], ones[2], 1.0)
-    kernels.gradient_of_logits(raw, written, targets, bias, LogitMap(), ones[0], ones[1], 0)
+    given = RawLogits(raw, targets, bias, LogitMap())
+    kernels.log_sum_exp(given, ones[0], ones[1])
+    kernels.exponentials(given, written, *ones, 1.0)
+    kernels.gradient_of_logits(given, written, ones[0], ones[1], 0)
     kernels.scale_rows(raw, ones[0])
     assert sorted(name for name, _ in launched) == sorted(names)

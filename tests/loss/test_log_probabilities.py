@@ -70,7 +70,7 @@ def test_no_rows() -> None:
         ({"targets": torch.zeros(3, dtype=torch.int64)}, r"targets must have shape \(2,\), found \(3,\)"),
         ({"targets": torch.zeros(2)}, r"targets must be int64 or int32, found torch.float32"),
         ({"bias": torch.zeros(1)}, r"bias must have shape \(5,\), found \(1,\)"),
-        ({"bias": torch.zeros(5, device="meta")}, r"bias must be on cpu as hidden is, found meta"),
+        ({"bias": torch.zeros(5, device="meta")}, r"bias must be on cpu like the other tensors, found meta"),
     ],
 )
 def test_what_does_not_fit_is_named(change: dict[str, torch.Tensor], said: str) -> None:

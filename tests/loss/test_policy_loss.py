@@ -22,6 +22,7 @@ from fusepatch.loss import (
     scale_gradients,
     steps,
 )
+from fusepatch.loss.logit_map import RawLogits
 from kits.loss_cases import (
     ALL,
     FROZEN,
@@ -379,9 +380,9 @@ class Counter:
         self.rows = 0
         original = getattr(module, name)
 
-        def counted(first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        def counted(first: Any, *args: Any, **kwargs: Any) -> Any:
             self.calls += 1
-            self.rows += first.shape[0]
+            self.rows += (first.raw if isinstance(first, RawLogits) else first).shape[0]
             return original(first, *args, **kwargs)
 
         monkeypatch.setattr(module, name, counted)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fusepatch.loss import LogitMap, steps
+from fusepatch.loss.logit_map import RawLogits
 from kits.loss_steps import MAPS, check_infinite_logit, exact, make
 
 
@@ -17,7 +18,7 @@ def test_exponentials(logit_map: LogitMap, bias: bool, rows: int, width: int, ga
     logits, targets, offset = make(rows, width, bias)
     values, normaliser, gradient = exact(logits, targets, offset, logit_map)
     found = torch.empty((3, rows))
-    steps.exponentials(logits, logits, targets, offset, logit_map, found[0], found[1], found[2], gain)
+    steps.exponentials(RawLogits(logits, targets, offset, logit_map), logits, *found, gain)
     torch.testing.assert_close(found[0].double(), values, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found[1].double(), normaliser, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close((logits * found[2].unsqueeze(1)).double(), gradient, rtol=1e-4, atol=1e-6)
@@ -34,7 +35,9 @@ def test_gradient_of_a_slice(logit_map: LogitMap, bias: bool, dtype: torch.dtype
         part = logits[:, first:last].clone()
         written = torch.empty(part.shape, dtype=dtype)
         part_bias = None if offset is None else offset[first:last]
-        steps.gradient_of_logits(part, written, targets, part_bias, logit_map, normaliser.float(), scale, first)
+        steps.gradient_of_logits(
+            RawLogits(part, targets, part_bias, logit_map), written, normaliser.float(), scale, first
+        )
         expected = gradient[:, first:last] * scale.unsqueeze(1) / logit_map.slope
         tolerance = 1e-5 if dtype == torch.float32 else 1e-2
         torch.testing.assert_close(written.double(), expected, rtol=tolerance, atol=1e-5)
@@ -46,7 +49,7 @@ def test_log_sum_exp(logit_map: LogitMap, bias: bool) -> None:
     logits, targets, offset = make(9, 53, bias)
     values, normaliser, _ = exact(logits, targets, offset, logit_map)
     found = torch.empty((2, 9))
-    steps.log_sum_exp(logits, targets, offset, logit_map, found[0], found[1])
+    steps.log_sum_exp(RawLogits(logits, targets, offset, logit_map), found[0], found[1])
     torch.testing.assert_close(found[0].double(), values, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found[1].double(), normaliser, rtol=1e-5, atol=1e-5)
 
