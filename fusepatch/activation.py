@@ -208,6 +208,12 @@ def _install(patch: Patch, site: Site, module: ModuleType, late: bool) -> SiteRe
     gate = versions.gate(site, version)
     if not gate.supported:
         return _gated(patch, site, version, found)
+    try:
+        unneeded = "" if site.unneeded is None else site.unneeded()
+    except Exception:
+        return _failure(patch, site, traceback.format_exc(), version)
+    if unneeded:
+        return _record(patch, site, Outcome.ABSENT, Reason(unneeded, consequence="there is nothing to patch here"))
     if late and hooks.is_being_imported(module):
         reason = Reason(
             f"{site.module} was still being imported when fusepatch was activated",
@@ -394,6 +400,8 @@ def preview(patch: Patch, site: Site) -> SiteRecord:
     flags = () if gate.tested else ("untested",)
     known = f"{found} is {'tested' if gate.tested else f'supported, tested is {site.upstream.tested}'}"
     reason = Reason(f"{known}; the target has the known shape", consequence="will be applied when it is imported")
+    if site.unneeded is not None:
+        reason = reason._replace(consequence="will be applied when it is imported, if this process can need it")
     if inherited:
         reason = Reason(
             f"{known}; {', '.join(inherited)} is left to a base class",

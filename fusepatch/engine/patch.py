@@ -20,7 +20,7 @@ class Outcome(enum.Enum):
     DISABLED = "DISABLED"
     """Switched off by the user."""
     ABSENT = "ABSENT"
-    """The library, or the target in it, is not there."""
+    """The library, or the target in it, is not there, or the site has nothing to do in this process."""
     PENDING = "PENDING"
     """A hook waits for the target's module to be imported."""
     GATED = "GATED"
@@ -106,7 +106,9 @@ class Site(NamedTuple):
     the upstream's `tested` is flagged. `mappings` names dictionaries of the module whose values follow the wrapped functions.
     `rebind_holders` allows the engine to rebind names that other modules took before activation.
     `when_late(module)` is called after the site was applied to a module that had been imported before: it looks for what
-    can no longer be reached.
+    can no longer be reached. `unneeded()` is asked after the version ranges, when the module has been imported: why the site
+    has nothing to do in this process, such as a device that is not there, or an empty text where it may have. Nothing is
+    wrapped then, and the site is ABSENT.
     """
 
     upstream: Upstream
@@ -116,6 +118,7 @@ class Site(NamedTuple):
     mappings: tuple[str, ...] = ()
     rebind_holders: bool = True
     when_late: Callable[[ModuleType], None] | None = None
+    unneeded: Callable[[], str] | None = None
 
 
 class Patch(NamedTuple):
