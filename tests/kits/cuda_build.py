@@ -7,6 +7,5 @@ from __future__ import annotations
 
 import torch
 
-if torch.version.cuda is None:
-    torch.version.cuda = "13.0"
-    torch.backends.cudnn.version = lambda: 91900  # type: ignore[assignment]
+torch.version.cuda = torch.version.cuda or "13.0"
+torch.backends.cudnn.version = lambda: 91900  # type: ignore[assignment]
