@@ -1,4 +1,5 @@
-"""Switch the patches on and off, and say what became of them: ties the engine, the settings and the patches together."""
+"""Switch the patches on and off, and say what became of them: ties the engine, the settings and the patches
+together."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ def activate() -> None:
     """Apply every patch: to what is loaded now, and to what will be imported later. Calling it again changes nothing,
     except that a patch that was removed by its id comes back, and a module that was imported again is patched again.
 
-    Exports `FUSEPATCH=1`, so that child processes are switched on, and makes the path in `FUSEPATCH_REPORT` absolute, so
-    that they report to the same place.
+    Exports `FUSEPATCH=1`, so that child processes are switched on, and makes the path in `FUSEPATCH_REPORT` absolute,
+    so that they report to the same place.
 
     Raises:
         SettingError: a `FUSEPATCH_*` value cannot be read. Nothing has been applied then.

@@ -54,6 +54,8 @@ def record_of(patch: Patch, site: Site):
 
 
 def activate_on_bent(patch: Patch, site: Site, how: str):
+    if site.unneeded is not None:
+        importlib.import_module("kits.cuda_build")
     targets = bend(site, how)
     fusepatch.activate()
     found = record_of(patch, site)

@@ -11,6 +11,7 @@ from fusepatch import terminal
 from fusepatch.bench.arguments import BenchError
 from fusepatch.bench.grpo import command as grpo
 from fusepatch.bench.optimizer import command as optimizer
+from fusepatch.bench.update import command as update
 
 PLOTS = (".png", ".pdf", ".svg")
 
@@ -20,9 +21,8 @@ def main(arguments: Sequence[str], program: str) -> int:
     options = _parser(program).parse_args(arguments)
     _check_paths(options)
     command = shlex.join(["python", "-m", "fusepatch", "bench", *arguments])
-    if options.what == "optimizer":
-        return optimizer.run(options, command)
-    return grpo.run(options, command)
+    runs = {"grpo": grpo.run, "optimizer": optimizer.run, "update": update.run}
+    return runs[options.what](options, command)
 
 
 def _check_paths(options: argparse.Namespace) -> None:
@@ -52,4 +52,5 @@ def _parser(program: str) -> argparse.ArgumentParser:
     what = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
     grpo.add_parser(what)
     optimizer.add_parser(what)
+    update.add_parser(what)
     return parser

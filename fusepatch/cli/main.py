@@ -90,7 +90,7 @@ real, and says what became of them. Trains nothing, needs no GPU.
 exit status (of several, the highest):
   0  every patch is applied, or switched off by you
   2  wrong arguments, or a FUSEPATCH_* value that cannot be read
-  3  ABSENT: a library, or the target in it, is not there
+  3  ABSENT: a library, the target in it, or what a patch is for is not there
   4  GATED: a library's version is outside the supported range
   5  DRIFTED: a target has another shape than the patch was written for
   6  SHADOWED: something else replaced a target afterwards

@@ -29,7 +29,8 @@ def broken_by(function: Callable[..., Any], contract: Contract) -> str | None:
 
 
 class Seen(NamedTuple):
-    """What a slot's path leads to: the functions by their paths, each with how it breaks the contract (None where it holds).
+    """What a slot's path leads to: the functions by their paths, each with how it breaks the contract (None where it
+    holds).
 
     `unclear` says that the source does not show it: the name is inherited, imported, assigned, or defined in a branch.
     """
@@ -40,7 +41,8 @@ class Seen(NamedTuple):
 
 
 def in_source(site: Site) -> tuple[Seen, ...] | None:
-    """What the source of the site's module shows of each slot, without importing anything; None where there is no such module."""
+    """What the source of the site's module shows of each slot, without importing anything; None where there is no such
+    module."""
     path = source_path(site.module)
     if path is None:
         return None
@@ -51,8 +53,8 @@ def in_source(site: Site) -> tuple[Seen, ...] | None:
 
 
 class _Scope(NamedTuple):
-    """What a module or a class binds its names to: the contract that a function keeps, a class, or None for what only an import shows.
-    Where it is `open` there may be more names, from a base class or a star import."""
+    """What a module or a class binds its names to: the contract that a function keeps, a class, or None for what only
+    an import shows. Where it is `open` there may be more names, from a base class or a star import."""
 
     names: Mapping[str, Contract | _Scope | None]
     open: bool
@@ -129,7 +131,8 @@ def _broken(kept: Contract, contract: Contract) -> str | None:
 
 
 def source_path(module: str) -> Path | None:
-    """The file that an import of the module would run, found without importing anything; None where there is no such module."""
+    """The file that an import of the module would run, found without importing anything; None where there is no such
+    module."""
     from pathlib import Path  # here, since every training script imports this module, and few ask for a source
 
     top, *rest = module.split(".")

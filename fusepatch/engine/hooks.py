@@ -37,10 +37,12 @@ def watch(
     failed: Callable[[str, str], None],
     who: str = "",
 ) -> None:
-    """Call `callback(module, late)` now if the module is loaded (`late`), and right after each import of it from now on.
+    """Call `callback(module, late)` now if the module is loaded (`late`), and right after each import of it from now
+    on.
 
     A hook that raises would make the user's import fail, and their second import succeed unpatched: an exception goes
-    to `failed(name, traceback)` instead. Each `who` watches a module once: its last callback counts. Reloading is no import.
+    to `failed(name, traceback)` instead. Each `who` watches a module once: its last callback counts. Reloading is no
+    import.
     """
     watcher = _Watcher(callback, failed)
     with _lock:
@@ -55,8 +57,8 @@ def watch(
 class _Finder:
     """Hands a watched module to wrapt when it is looked for.
 
-    wrapt serves a hook once, so a module that is imported again must be handed over again. Until then wrapt is not needed, and
-    its import takes longer than all of this package's.
+    wrapt serves a hook once, so a module that is imported again must be handed over again. Until then wrapt is not
+    needed, and its import takes longer than all of this package's.
     """
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:

@@ -55,13 +55,15 @@ class _Link(NamedTuple):
 
 
 class _Installed:
-    """A wrapped slot. `raw` is what `vars(owner)` held: a function, a static or class method, or nothing (inherited)."""
+    """A wrapped slot. `raw` is what `vars(owner)` held: a function, a static or class method, or nothing
+    (inherited)."""
 
     def __init__(self, module: ModuleType, target: Target, raw: object, place: _Place) -> None:
         self.module = module
         self.target = target
         self.raw = raw
-        # A module that ran anew has a second target of the same name, and the wrapper of the first may still be held somewhere.
+        # A module that ran anew has a second target of the same name, and the wrapper of the first may still be held
+        # somewhere.
         self.key = target.key if target.key not in _targets else f"{target.key} (wrapper {len(_targets) + 1})"
         self.wrapper: object = None
         self.places = [place]
@@ -90,8 +92,8 @@ class _Installed:
 _targets: dict[str, Target] = {}
 """By the key of what wraps them."""
 _slots: dict[str, list[_Installed]] = {}
-"""By the target's module, the newest last. A slot whose last handler was removed stays, and so does one that a module has left
-behind by running again: their wrappers may be held by name somewhere."""
+"""By the target's module, the newest last. A slot whose last handler was removed stays, and so does one that a module
+has left behind by running again: their wrappers may be held by name somewhere."""
 
 
 def look(site: Site, module: ModuleType) -> tuple[contract.Seen, ...]:
@@ -111,7 +113,8 @@ class Applied(NamedTuple):
 
 
 def install(patch: str, site: Site, module: ModuleType, late: bool, order: int = 0) -> Applied:
-    """Wrap what `look` finds to fit in every slot of a site, or nothing: whatever raises on the way undoes what was done.
+    """Wrap what `look` finds to fit in every slot of a site, or nothing: whatever raises on the way undoes what was
+    done.
 
     Of the handlers of one slot, those with a lower `order` run first, whenever they were installed.
 
@@ -154,8 +157,9 @@ def uninstall(patch: str, site: Site) -> tuple[str, ...]:
 class Shadowed(NamedTuple):
     """The paths of a site that do not lead to its wrappers any more, by what is there now.
 
-    `replaced` are paths where other code put something else; `passing` are those of them whose replacement holds the wrapper, and so
-    may call it. `anew` are paths to upstream's original: the module was reloaded or imported again, or the original was restored.
+    `replaced` are paths where other code put something else; `passing` are those of them whose replacement holds the
+    wrapper, and so may call it. `anew` are paths to upstream's original: the module was reloaded or imported again, or
+    the original was restored.
     """
 
     replaced: tuple[str, ...] = ()
@@ -164,7 +168,8 @@ class Shadowed(NamedTuple):
 
 
 def shadowed(patch: str, site: Site) -> Shadowed:
-    """What became of a site's wrapped slots in the module that is imported now; where it is not imported, nothing is shadowed."""
+    """What became of a site's wrapped slots in the module that is imported now; where it is not imported, nothing is
+    shadowed."""
     wrapped = _of(patch, site)
     module = sys.modules.get(site.module)
     if module is None or all(installed.is_in_place for installed in wrapped):
@@ -188,7 +193,8 @@ def shadowed(patch: str, site: Site) -> Shadowed:
 
 
 def is_installed(patch: str, site: Site) -> bool:
-    """Whether the patch's handlers are in the module that is imported now, wherever no other code has replaced a target."""
+    """Whether the patch's handlers are in the module that is imported now, wherever no other code has replaced a
+    target."""
     return bool(_of(patch, site)) and not shadowed(patch, site).anew
 
 
@@ -202,7 +208,8 @@ def _was_replaced(patch: str, owner: Any, attribute: str) -> bool:
 
 
 def _is_upstreams(value: Any, original: Any) -> bool:
-    """Whether `value` is the original, or a function made again from the same lines of source, wrapped for another patch or not."""
+    """Whether `value` is the original, or a function made again from the same lines of source, wrapped for another
+    patch or not."""
     value = _inner(value)
     for wrapped in _slots.values():
         for installed in wrapped:
@@ -215,7 +222,8 @@ def _is_upstreams(value: Any, original: Any) -> bool:
 
 
 def _holds(value: Any, wrapper: Any, owner: Any) -> bool:
-    """Whether a replacement holds the wrapper where it can call it: wrapped, in its closure, or under a name that it uses."""
+    """Whether a replacement holds the wrapper where it can call it: wrapped, in its closure, or under a name that it
+    uses."""
     seen: set[int] = set()
     candidates = [value]
     while candidates:
@@ -380,9 +388,9 @@ class _Proceed:
 def _linked(patch: str, handler: Handler, call: Callable[..., Any], key: str) -> Callable[..., Any]:
     """One link of a chain: what a handler breaks is recorded, and the caller gets what upstream gives.
 
-    A handler that breaks before it called upstream is left out. If it breaks afterwards, the caller gets upstream's last result
-    or error, and upstream is not run again. Errors that are raised on purpose pass: ours, upstream's own, and one that a
-    handler raises from upstream's.
+    A handler that breaks before it called upstream is left out. If it breaks afterwards, the caller gets upstream's
+    last result or error, and upstream is not run again. Errors that are raised on purpose pass: ours, upstream's own,
+    and one that a handler raises from upstream's.
 
     Its closure holds functions and strings only: Dynamo cannot build other objects from the closure of a method whose
     instance was made inside the traced code.

@@ -43,8 +43,8 @@ def reset(
 ) -> None:
     """Begin a new activation: forget what was recorded.
 
-    `first_use` makes the line shown at the first patched call. `lost` gives the patch and the reason of everything that was
-    asked for, was in place, and is not any more.
+    `first_use` makes the line shown at the first patched call. `lost` gives the patch and the reason of everything that
+    was asked for, was in place, and is not any more.
     """
     global _first_use, _lost, _strict, _observer
     with _lock:
@@ -56,14 +56,15 @@ def reset(
 
 
 def observe(observer: Callable[[int], None]) -> None:
-    """Call `observer(times)` in this activation whenever the ledger has changed: `times` is how often what was recorded has
-    happened by then, 1 for an outcome. No lock of the ledger is held during the call."""
+    """Call `observer(times)` in this activation whenever the ledger has changed: `times` is how often what was recorded
+    has happened by then, 1 for an outcome. No lock of the ledger is held during the call."""
     global _observer
     _observer = observer
 
 
 def changed(times: int = 1) -> None:
-    """Tell the observer, if there is one; for changes that the ledger does not see, such as a patch that was removed."""
+    """Tell the observer, if there is one; for changes that the ledger does not see, such as a patch that was
+    removed."""
     if _observer is not None:
         _observer(times)
 
@@ -112,8 +113,9 @@ def _summary(first_use: Callable[[], str]) -> str:
 
 
 def tell_of_lost() -> None:
-    """Warn once of each patch that was asked for and whose wrapper is not reached any more. A call that misses its wrapper cannot
-    say so, but the next call that reaches another wrapper can. A handler that counts no call calls this instead.
+    """Warn once of each patch that was asked for and whose wrapper is not reached any more. A call that misses its
+    wrapper cannot say so, but the next call that reaches another wrapper can. A handler that counts no call calls this
+    instead.
 
     Raises:
         StrictError: something has been lost, and `FUSEPATCH_STRICT=1` makes that an error.
@@ -147,7 +149,8 @@ def fallback(patch: str, text: str) -> None:
 def refused(patch: str, text: str, kind: str = "") -> None:
     """Record that something the user asked for could not be done in one call.
 
-    Warns once per `kind`, which is the text where it is not given; under `FUSEPATCH_STRICT=1` raises StrictError instead.
+    Warns once per `kind`, which is the text where it is not given; under `FUSEPATCH_STRICT=1` raises StrictError
+    instead.
     """
     fallback(patch, text)
     if _strict:
@@ -156,8 +159,8 @@ def refused(patch: str, text: str, kind: str = "") -> None:
 
 
 def warn_once(text: str, kind: str = "") -> None:
-    """Warn the user, once per kind and activation; a text that varies from call to call (numbers, names) needs a `kind` that
-    does not. After `MAXIMUM_NOTES` kinds one last line says that no more are shown."""
+    """Warn the user, once per kind and activation; a text that varies from call to call (numbers, names) needs a `kind`
+    that does not. After `MAXIMUM_NOTES` kinds one last line says that no more are shown."""
     with _lock:
         if (kind or text) in _warned or len(_warned) > MAXIMUM_NOTES:
             return

@@ -1,4 +1,5 @@
-"""What the user is told: through logging where they set it up, as one plain line on stderr where not. Telling never raises."""
+"""What the user is told: through logging where they set it up, as one plain line on stderr where not. Telling never
+raises."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ logger = logging.getLogger("fusepatch")
 
 
 def tell(level: int, text: str, any_rank: bool = False) -> None:
-    """Log or print `text`, if someone reads the output of this process, or from `any_rank` where no other process can say it.
+    """Log or print `text`, if someone reads the output of this process, or from `any_rank` where no other process can
+    say it.
 
     Text that cannot be written is dropped: a full disk, a closed pipe or a log handler that raises ends no run.
     """
@@ -29,7 +31,8 @@ def tell(level: int, text: str, any_rank: bool = False) -> None:
 
 def _write(stream: Any, text: str) -> None:
     if stream is None:
-        # Descriptor 2 was closed at the start. print would use stdout, and descriptor 2 is now whatever was opened since.
+        # Descriptor 2 was closed at the start. print would use stdout, and descriptor 2 is now whatever was opened
+        # since.
         return
     encoding = getattr(stream, "encoding", None) or "utf-8"
     data = text.encode(encoding, "backslashreplace")
@@ -39,7 +42,8 @@ def _write(stream: Any, text: str) -> None:
         stream.flush()
         return
     stream.flush()
-    # Not through the buffer: what a full disk left in it is tried again when the interpreter ends, which then exits with 120.
+    # Not through the buffer: what a full disk left in it is tried again when the interpreter ends, which then exits
+    # with 120.
     while written := file.write(data):  # None where the descriptor does not block and is full
         data = data[written:]
 

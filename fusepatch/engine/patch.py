@@ -11,7 +11,8 @@ from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
 PASSES = "fusepatch_passes"
-"""An exception with this attribute goes to the caller: a signal of whatever runs the handler, not a fault of the handler."""
+"""An exception with this attribute goes to the caller: a signal of whatever runs the handler, not a fault of the
+handler."""
 
 
 class Outcome(enum.Enum):
@@ -20,7 +21,7 @@ class Outcome(enum.Enum):
     DISABLED = "DISABLED"
     """Switched off by the user."""
     ABSENT = "ABSENT"
-    """The library, or the target in it, is not there."""
+    """The library, or the target in it, is not there, or the site has nothing to do in this process."""
     PENDING = "PENDING"
     """A hook waits for the target's module to be imported."""
     GATED = "GATED"
@@ -38,8 +39,8 @@ class Outcome(enum.Enum):
 
 
 class Upstream(NamedTuple):
-    """A library that is patched: its import name, every distribution that ships it (a nightly has another name), and a version
-    specifier of the releases in which the patches were seen to work."""
+    """A library that is patched: its import name, every distribution that ships it (a nightly has another name), and a
+    version specifier of the releases in which the patches were seen to work."""
 
     import_name: str
     distributions: tuple[str, ...]
@@ -102,11 +103,13 @@ class Slot(NamedTuple):
 class Site(NamedTuple):
     """The unit of patching: one defining module of one upstream. Its slots are installed together or not at all.
 
-    `supported` is a version specifier. Outside it nothing is touched; inside it the contracts decide, and a version outside
-    the upstream's `tested` is flagged. `mappings` names dictionaries of the module whose values follow the wrapped functions.
-    `rebind_holders` allows the engine to rebind names that other modules took before activation.
-    `when_late(module)` is called after the site was applied to a module that had been imported before: it looks for what
-    can no longer be reached.
+    `supported` is a version specifier. Outside it nothing is touched; inside it the contracts decide, and a version
+    outside the upstream's `tested` is flagged. `mappings` names dictionaries of the module whose values follow the
+    wrapped functions. `rebind_holders` allows the engine to rebind names that other modules took before activation.
+    `when_late(module)` is called after the site was applied to a module that had been imported before: it looks for
+    what can no longer be reached. `unneeded()` is asked after the version ranges, when the module has been imported:
+    why the site has nothing to do in this process, such as a device that is not there, or an empty text where it may
+    have. Nothing is wrapped then, and the site is ABSENT.
     """
 
     upstream: Upstream
@@ -116,6 +119,7 @@ class Site(NamedTuple):
     mappings: tuple[str, ...] = ()
     rebind_holders: bool = True
     when_late: Callable[[ModuleType], None] | None = None
+    unneeded: Callable[[], str] | None = None
 
 
 class Patch(NamedTuple):
@@ -187,7 +191,8 @@ class SiteRecord(NamedTuple):
     version: str | None = None
     """The library's version, where one could be found."""
     flags: tuple[str, ...] = ()
-    """`untested` where the version is outside the tested range, `late` where the module was imported before fusepatch."""
+    """`untested` where the version is outside the tested range, `late` where the module was imported before
+    fusepatch."""
     holders: tuple[str, ...] = ()
     """Names in other modules that had taken a target before it was wrapped."""
     slots: tuple[str, ...] = ()
@@ -203,8 +208,8 @@ class SiteRecord(NamedTuple):
 class PatchRecord(NamedTuple):
     """What became of one patch, and what its calls did.
 
-    A patch is APPLIED as soon as one site is in and none is broken. Sites whose modules this process has not imported are PENDING
-    and take nothing from that; where no site is in yet, the patch is PENDING too.
+    A patch is APPLIED as soon as one site is in and none is broken. Sites whose modules this process has not imported
+    are PENDING and take nothing from that; where no site is in yet, the patch is PENDING too.
     """
 
     id: str

@@ -25,12 +25,15 @@ class Kind(enum.Enum):
     """A target has another shape than its slot's contract, or only some of the targets are there."""
     GATED = "gated"
     """The version is outside the supported range."""
+    NOT_NEEDED = "not needed"
+    """The site has nothing to do in this process."""
     FITS = "fits"
     """Every slot leads to a function that its contract accepts."""
 
 
 class Verdict(NamedTuple):
-    """What a look at a site found. `unclear` are the slots of which the source does not show what only an import can."""
+    """What a look at a site found. `unclear` are the slots of which the source does not show what only an import
+    can."""
 
     kind: Kind
     reason: Reason
@@ -44,6 +47,7 @@ _OUTCOMES = {
     Kind.TARGET_ABSENT: Outcome.ABSENT,
     Kind.CONTRACT_BROKEN: Outcome.DRIFTED,
     Kind.GATED: Outcome.GATED,
+    Kind.NOT_NEEDED: Outcome.ABSENT,
     Kind.FITS: Outcome.PENDING,
 }
 
@@ -63,6 +67,9 @@ def judge(site: Site, module: ModuleType | None = None) -> Verdict:
             action="install a version in that range to have this patch",
         )
         return Verdict(Kind.GATED, reason, version)
+    unneeded = site.unneeded() if module is not None and site.unneeded is not None else ""
+    if unneeded:
+        return Verdict(Kind.NOT_NEEDED, Reason(unneeded, consequence="there is nothing to patch here"), version)
     slots = contract.in_source(site) if module is None else install.look(site, module)
     if slots is None:
         return Verdict(Kind.NO_MODULE, Reason(f"{found}: there is no module {site.module}"), version)
@@ -96,6 +103,8 @@ def preview(patch: str, site: Site) -> SiteRecord:
     reason = verdict.reason
     if verdict.kind is Kind.FITS:
         condition = f", if {', '.join(verdict.unclear)} then has the known shape" if verdict.unclear else ""
+        if site.unneeded is not None:
+            condition += ", if this process can need it"
         reason = reason._replace(consequence=f"it is applied when the module is imported{condition}")
     return record(patch, site, _OUTCOMES[verdict.kind], reason, verdict.version)._replace(flags=verdict.flags)
 
@@ -109,8 +118,8 @@ def not_imported(patch: str, site: Site) -> SiteRecord:
 def watch(patch: str, site: Site, order: int, wanted: Callable[[], bool]) -> None:
     """Install the site whenever its module has been imported, and now where it is loaded, as long as `wanted()` holds.
 
-    Handlers with a lower `order` run first in the slots that they share. Outcomes go to the ledger. Under STRICT, the first use of a
-    target that should have been patched and could not be raises.
+    Handlers with a lower `order` run first in the slots that they share. Outcomes go to the ledger. Under STRICT, the
+    first use of a target that should have been patched and could not be raises.
     """
 
     def imported(module: ModuleType, late: bool) -> None:
@@ -177,8 +186,8 @@ def look_again(patch: str, site: Site) -> SiteRecord | None:
 
 
 def lost(patch: str, site: Site) -> Reason | None:
-    """Why calls of a site that was wrapped do not reach the patch any more; None where they do. A replacement that holds the wrapper
-    is assumed to call it."""
+    """Why calls of a site that was wrapped do not reach the patch any more; None where they do. A replacement that
+    holds the wrapper is assumed to call it."""
     shadowed = install.shadowed(patch, site)
     replaced = tuple(path for path in shadowed.replaced if path not in shadowed.passing)
     return _shadowed_by(site, shadowed._replace(replaced=replaced)) if replaced or shadowed.anew else None
@@ -187,8 +196,8 @@ def lost(patch: str, site: Site) -> Reason | None:
 def _shadowed_by(site: Site, shadowed: install.Shadowed) -> Reason:
     if shadowed.anew:
         return Reason(
-            f"{', '.join(shadowed.anew)} of {site.module} is upstream's original again: the module was reloaded or imported "
-            f"again, or the original was restored",
+            f"{', '.join(shadowed.anew)} of {site.module} is upstream's original again: the module was reloaded or "
+            "imported again, or the original was restored",
             consequence="calls of it are not patched",
             action="call fusepatch.activate()",
         )
@@ -230,8 +239,9 @@ _SEVERITY = (
 def together(records: Sequence[SiteRecord]) -> tuple[Outcome, str]:
     """What became of a patch, and why, from what became of its sites.
 
-    A site whose module this process has not imported is waiting, or of an unsupported version. It changes nothing about the sites
-    that are in: with one of them, the patch is APPLIED. A PENDING site whose module is loaded is not waiting, since calls go past it.
+    A site whose module this process has not imported is waiting, or of an unsupported version. It changes nothing about
+    the sites that are in: with one of them, the patch is APPLIED. A PENDING site whose module is loaded is not waiting,
+    since calls go past it.
     """
     unused = [
         site

@@ -63,7 +63,8 @@ def _importable(import_name: str) -> bool:
 
 
 class Gate(NamedTuple):
-    """What the version ranges of a site and its upstream say. An unknown version is inside `supported` and outside `tested`."""
+    """What the version ranges of a site and its upstream say. An unknown version is inside `supported` and outside
+    `tested`."""
 
     supported: bool
     tested: bool

@@ -13,6 +13,7 @@ from fusepatch.patches import (
     optimizer_flags,
     optimizer_in_backward,
     ray_worker_setup,
+    sdpa_masked_width,
 )
 
 PATCHES: tuple[Patch, ...] = (
@@ -23,6 +24,7 @@ PATCHES: tuple[Patch, ...] = (
     optimizer_in_backward.PATCH,
     liger_grpo_loss.PATCH,
     ray_worker_setup.PATCH,
+    sdpa_masked_width.PATCH,
 )
 
 

@@ -29,6 +29,7 @@ def door(arguments: argparse.Namespace) -> dict[str, Any]:
 
     import fusepatch
 
+    import_as_if_it_were_needed()
     for patch in fusepatch.status():
         if arguments.patch not in (None, patch.id):
             continue
@@ -39,6 +40,19 @@ def door(arguments: argparse.Namespace) -> dict[str, Any]:
         with suppress(ModuleNotFoundError):
             importlib.import_module(import_name)
     return {"door": "sites", "models": {}}
+
+
+def import_as_if_it_were_needed() -> None:
+    """The module whose site depends on torch's build and cuDNN: rows have what machines without a GPU can install."""
+    with suppress(ModuleNotFoundError):
+        import torch
+
+        cuda, cudnn = torch.version.cuda, torch.backends.cudnn.version
+        torch.version.cuda, torch.backends.cudnn.version = "13.0", lambda: 91900
+        try:
+            importlib.import_module("transformers.integrations.sdpa_attention")
+        finally:
+            torch.version.cuda, torch.backends.cudnn.version = cuda, cudnn
 
 
 if __name__ == "__main__":

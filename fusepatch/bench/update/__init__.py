@@ -1,0 +1,1 @@
+"""`bench update`: one update of TRL's GRPOTrainer, without generation."""
