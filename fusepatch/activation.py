@@ -208,6 +208,7 @@ def _install(patch: Patch, site: Site, module: ModuleType, late: bool) -> SiteRe
     gate = versions.gate(site, version)
     if not gate.supported:
         return _gated(patch, site, version, found)
+    site = versions.in_release(site, version)
     if late and hooks.is_being_imported(module):
         reason = Reason(
             f"{site.module} was still being imported when fusepatch was activated",
@@ -386,6 +387,7 @@ def preview(patch: Patch, site: Site) -> SiteRecord:
     gate = versions.gate(site, found.version)
     if not gate.supported:
         return _gated(patch, site, found.version, found)
+    site = versions.in_release(site, found.version)
     problem, inherited = contract.in_source(site)
     if problem is not None and problem.endswith(site.module):
         return _record(patch, site, Outcome.ABSENT, Reason(f"{found}: {problem}"), found.version)
