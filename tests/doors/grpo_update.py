@@ -1,5 +1,5 @@
-"""Door: updates of TRL's GRPOTrainer and RLOOTrainer on the CPU, with completions of drawn lengths and rewards of which some groups
-are all equal: what is logged, and what becomes of the weights.
+"""Door: updates of TRL's GRPOTrainer and RLOOTrainer on the CPU, with completions of drawn lengths and rewards that are all equal
+in some groups: what is logged, and what becomes of the weights.
 
 Generation is replaced on the model, so that no case waits for it; everything else is the trainer's own. Completions, rewards and
 random numbers are the same in every process.
@@ -13,6 +13,7 @@ import argparse
 import inspect
 import json
 import os
+import random
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,8 @@ def door(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def run(**case: Any) -> dict[str, Any]:
     """One training. What is not in `case` is as `trainer` has it."""
+    import torch
+
     with tempfile.TemporaryDirectory() as folder:
         made = trainer(Path(folder), **case)
         seen: list[tuple[int, int, bool]] = []
@@ -50,7 +53,8 @@ def run(**case: Any) -> dict[str, Any]:
 
         backbone.register_forward_pre_hook(look, with_kwargs=True)
         made.train()
-        return {"logs": logs(made), "weights": weights(made), "forwards": seen}
+        random_number = float(torch.rand(()))
+        return {"logs": logs(made), "weights": weights(made), "forwards": seen, "random": random_number}
 
 
 def logs(made: Any) -> list[dict[str, float]]:
@@ -80,10 +84,9 @@ def trainer(
     lora: bool = False,
     liger: bool = False,
     tools: bool = False,
-    dead: int = 2,
-    equal: float = 1.0,
+    dead: str = "",
 ) -> Any:
-    """A real trainer. dead: every how many groups have equal rewards; equal: what they are. tools: a tool mask."""
+    """A real trainer. dead: which groups have equal rewards (`Reward`). tools: a tool mask."""
     import torch
     import trl
     from datasets import Dataset
@@ -106,16 +109,15 @@ def trainer(
         from peft import LoraConfig
 
         peft = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    prompts = [" ".join(f"w{(3 * row + column) % 50}" for column in range(1 + row * 7 % 9)) for row in range(32)]
     source = folder / "model"
     model.save_pretrained(source)
     model.config._name_or_path = str(source)  # the reference model is loaded from there
     return Trainer(
         model=model,
-        reward_funcs=Reward(dead, equal),
+        reward_funcs=Reward(dead),
         args=arguments(getattr(trl, f"{kind}Config"), folder, liger, **(config or {})),
         processing_class=words(),
-        train_dataset=Dataset.from_dict({"prompt": prompts}),
+        train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
         **({"peft_config": peft} if peft else {}),
     )
 
@@ -157,43 +159,43 @@ def arguments(kind: Any, folder: Path, liger: bool, **changes: Any) -> Any:
 
 
 class Generator:
-    """`model.generate`: random tokens, of lengths of which few are long."""
-
-    def __init__(self) -> None:
-        import torch
-
-        self.numbers = torch.Generator().manual_seed(5)
+    """`model.generate`: random tokens that depend on the prompt and on how often it has come, of lengths of which few are long."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         import torch
 
         prompts = kwargs.get("input_ids", args[0] if args else None)
-        size = prompts.shape[0]
-        drawn = (torch.rand(size, generator=self.numbers) ** 3 * LONGEST).long() + 1
-        drawn[0] = LONGEST
-        tokens = torch.randint(4, VOCABULARY, (size, LONGEST), generator=self.numbers)
-        columns = torch.arange(LONGEST)
-        tokens[columns == (drawn - 1)[:, None]] = 2  # the end
-        tokens[0, -1] = 5  # the first one is cut off
-        tokens[columns > (drawn - 1)[:, None]] = 0
-        return torch.cat([prompts, tokens.to(prompts.device)], 1)
+        places = torch.arange(prompts.shape[1], 0, -1)
+        keys: list[int] = (prompts.cpu() * places**2).sum(1).tolist()
+        completions = [completion(key, keys[:row].count(key)) for row, key in enumerate(keys)]
+        longest = max(map(len, completions))
+        padded = [tokens + [0] * (longest - len(tokens)) for tokens in completions]
+        return torch.cat([prompts, torch.tensor(padded, device=prompts.device)], 1)
+
+
+def completion(key: int, nth: int) -> list[int]:
+    """The nth completion of a prompt; the longest ones are cut off, the others end."""
+    numbers = random.Random(1000 * key + nth)
+    length = 1 + int(numbers.random() ** 2 * 1.2 * LONGEST)
+    tokens = [numbers.randrange(4, VOCABULARY) for _ in range(min(length, LONGEST))]
+    return tokens if length > LONGEST else [*tokens[:-1], 2]
+
+
+PROMPTS = [" ".join(f"w{(3 * row + column) % 50}" for column in range(1 + row * 7 % 9)) for row in range(32)]
 
 
 class Reward:
-    """Half of each group 1 and half 0, but for the groups whose rewards are all equal."""
+    """1 and 0 by turns in a group, but for the groups of which all are 1: every other prompt, or four of each eight."""
 
     __name__ = "reward"
 
-    def __init__(self, dead: int, equal: float) -> None:
-        self.dead, self.equal, self.groups = dead, equal, 0
+    def __init__(self, dead: str) -> None:
+        self.dead = dead
 
-    def __call__(self, completions: list[Any], **_: Any) -> list[float]:
-        found: list[float] = []
-        for _group in range(len(completions) // GROUP):
-            self.groups += 1
-            is_dead = self.dead and self.groups % self.dead == 0
-            found += [self.equal] * GROUP if is_dead else [float(row % 2) for row in range(GROUP)]
-        return found
+    def __call__(self, prompts: list[str], **_: Any) -> list[float]:
+        rows = [PROMPTS.index(prompt) for prompt in prompts]
+        is_dead = [bool(row // 4 % 2 if self.dead == "fours" else row % 2) for row in rows]
+        return [1.0 if dead else float(place % 2) for place, dead in enumerate(is_dead)]
 
 
 def tiny_model(kind: str = "Qwen3", **changes: Any) -> Any:

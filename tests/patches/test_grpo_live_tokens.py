@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import re
 from typing import Any
 
 import pytest
 
 from doors import grpo_update
 from fusepatch.errors import StrictError
+from kits import tiny_types
 from kits.forked import forked
 
 torch = pytest.importorskip("torch")
@@ -320,6 +322,7 @@ def test_what_stands_in_the_way_is_recorded_and_upstream_runs(trainers: dict[str
         ("own loss", "has a _compute_loss of its own"),
         ("another patch", "GRPOTrainer._compute_loss is not TRL's own"),
         ("release", "is not a tested release"),
+        ("experts", "experts that are a ModuleList run on some ranks only"),
     ],
 )
 def test_sequences_that_may_have_a_gradient_are_kept_and_the_reason_is_warned_of(
@@ -350,6 +353,9 @@ def refused(trainer: Any, how: str) -> str:
     elif how == "another patch":
         theirs = trl.GRPOTrainer._compute_loss
         trl.GRPOTrainer._compute_loss = functools.wraps(theirs)(lambda *args: theirs(*args))
+    elif how == "experts":
+        trainer.model.add_module("experts", torch.nn.ModuleList())
+        type(trainer.accelerator).num_processes = 2
     elif how == "release":
         distribution = importlib.metadata.distribution("trl")
         later = type("Later", (), {"metadata": {"Name": "trl", "Version": "9.0"}, "_path": distribution._path})()
@@ -357,8 +363,8 @@ def refused(trainer: Any, how: str) -> str:
     from fusepatch.patches.grpo_live_tokens import handlers
 
     text = handlers.obstacles.of_dropping(trainer, "trl.trainer.grpo_trainer", "GRPOTrainer")
-    if how == "loss type":
-        return str(text)  # TRL raises at once
+    if how in ("loss type", "experts"):
+        return str(text)  # TRL raises at once, or waits for the other rank
     found = step(trainer, inputs)
     assert found["rows"] == 4
     assert any(f"FUSEPATCH_GRPO_ZERO_ADVANTAGE=drop was not followed: {text}" in note for note in found["notes"])
@@ -368,6 +374,20 @@ def refused(trainer: Any, how: str) -> str:
 def test_strict_makes_it_an_error(trainers: dict[str, Any]) -> None:
     with pytest.raises(StrictError, match="FUSEPATCH_GRPO_ZERO_ADVANTAGE=drop was not followed: beta"):
         forked(refused, trainers["GRPO"], "beta", env={**DROP, "FUSEPATCH_STRICT": "1"})
+
+
+def evaluated(trainer: Any) -> dict[str, Any]:
+    trainer.model.eval()
+    with torch.no_grad():
+        loss = float(trainer.compute_loss(trainer.model, batch({"seed": 8})))
+    return {"loss": loss, **notes()}
+
+
+def test_an_evaluation_is_moved_and_drops_nothing(trainers: dict[str, Any]) -> None:
+    plain, found = (forked(evaluated, trainers["GRPO"], env=env) for env in (PLAIN, DROP))
+    assert found["loss"] == pytest.approx(plain["loss"], rel=1e-5)
+    assert any("moved to the left" in note for note in found["replaced"])
+    assert not any("advantage 0" in note for note in found["replaced"])
 
 
 def kept(trainer: Any) -> dict[str, Any]:
@@ -386,6 +406,52 @@ def test_dropping_does_not_need_moving(trainers: dict[str, Any]) -> None:
     assert_same(forked(kept, trainers["GRPO"], env=PLAIN), found, but=("entropy",))
 
 
+def believed_to_be_movable() -> dict[str, Any]:
+    """A GPT-2 that the list of model types lets through: the check is what finds its learned positions."""
+    from fusepatch.patches.grpo_live_tokens import obstacles
+
+    obstacles.MOVED, obstacles.NOT_MOVED = obstacles.MOVED | {"gpt2"}, {}
+    changes = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+    return {**grpo_update.run(model=tiny_types.tiny_model("gpt2", **changes), **CHECKED), **notes()}
+
+
+def notes() -> dict[str, list[str]]:
+    import fusepatch
+
+    (record,) = [record for record in fusepatch.status() if record.id == "grpo.live_tokens"]
+    return {"fallbacks": [note.text for note in record.fallbacks], "replaced": [note.text for note in record.replaced]}
+
+
+CHECKED = {"config": {"loss_type": "grpo", "num_iterations": 2, "max_steps": 2}}
+
+
+def test_a_model_that_gives_something_else_is_left_to_upstream_in_every_pass() -> None:
+    upstreams = forked(believed_to_be_movable, env={"FUSEPATCH_GRPO_PADDING": "keep"})
+    found = forked(believed_to_be_movable)
+    assert found["weights"] == upstreams["weights"]
+    # The two rows of the check run both ways, before anything else does.
+    assert [masked for *_, masked in found["forwards"][:2]] == [True, False]
+    assert found["forwards"][2:] == upstreams["forwards"]
+    (note,) = [note for note in found["fallbacks"] if "not moved" in note]
+    assert re.search(
+        r"GPT2LMHeadModel gives something else for moved rows than for padded ones: the row that moves differs by [\d.]+, "
+        r"the one that does not by [\de.-]+; [\de.-]+ would be rounding",
+        note,
+    )
+
+
+def with_dropout(rate: float) -> dict[str, Any]:
+    return {**grpo_update.run(model=grpo_update.tiny_model(attention_dropout=rate), **CHECKED), **notes()}
+
+
+def test_with_dropout_there_is_nothing_to_compare_and_rows_are_moved() -> None:
+    found = forked(with_dropout, 0.1)
+    (note,) = found["fallbacks"]
+    assert "were not compared with padded ones (attention_dropout)" in note
+    assert not any(masked for *_, masked in found["forwards"])
+    assert any("were compared" in note for note in forked(with_dropout, 0.0)["replaced"])
+
+
 UPDATES = [
     {"config": {"loss_type": "grpo", "num_iterations": 2}},
     {"config": {"loss_type": "bnpo", "gradient_accumulation_steps": 2, "steps_per_generation": 4}},
@@ -394,6 +460,7 @@ UPDATES = [
     {"config": {"loss_type": "luspo", "importance_sampling_level": "sequence", "mask_truncated_completions": True}},
     {"config": {"loss_type": "dapo", "num_iterations": 2}, "liger": True},
     {"kind": "RLOO", "config": {"gradient_accumulation_steps": 2, "steps_per_generation": 4}},
+    {"config": {"loss_type": "sapo", "gradient_checkpointing": True, "max_steps": 1}},
 ]
 
 
@@ -413,7 +480,8 @@ def plain_updates() -> list[dict[str, Any]]:
 def test_whole_updates_end_with_upstreams_weights(plain_updates: list[dict[str, Any]], env: dict[str, str]) -> None:
     for case, plain, patched in zip(UPDATES, plain_updates, forked(updates, env=env), strict=True):
         assert patched["weights"] == pytest.approx(plain["weights"], rel=1e-5, abs=1e-6), case
-        assert len(plain["logs"]) == len(patched["logs"]) == 3
+        assert patched["random"] == plain["random"], "the same random numbers were drawn"
+        assert len(plain["logs"]) == len(patched["logs"]) > 0
         for wanted, found in zip(plain["logs"], patched["logs"], strict=True):
             assert found.keys() == wanted.keys()
             for name in {"loss", "grad_norm", "reward"} & wanted.keys():

@@ -12,7 +12,7 @@ from kits.tiny_types import TYPES, VOCABULARY, tiny_model
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-PROMPTS, COMPLETIONS = (3, 11, 7), (9, 2, 14)
+PROMPTS, COMPLETIONS = (3, 13, 7), (9, 2, 14)
 
 
 def made(kind: str, **changes: Any) -> Any:
@@ -65,3 +65,73 @@ def test_a_type_that_would_give_something_else_is_left_with_the_reason(kind: str
 def test_every_type_is_one_or_the_other() -> None:
     assert TYPES.keys() == obstacles.MOVED | obstacles.NOT_MOVED.keys()
     assert not obstacles.MOVED & obstacles.NOT_MOVED.keys()
+
+
+STATIC = {
+    "linear": {"rope_type": "linear", "factor": 2.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8},
+}
+
+
+@pytest.mark.parametrize("name", STATIC)
+def test_rotary_embeddings_of_fixed_angles_are_moved(name: str) -> None:
+    model = made("llama", rope_parameters={"rope_theta": 10000.0, **STATIC[name]})
+    assert obstacles.of_model(model, model) is None
+    assert difference(model) < 1e-5
+
+
+def test_alibi_is_moved() -> None:
+    assert difference(made("falcon", alibi=True)) < 1e-5
+
+
+ORIGINAL = {"original_max_position_embeddings": 25}
+LONG = {
+    "short_factor": [1.0] * 4,
+    "long_factor": [3.0] * 4,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "reason"),
+    [
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}}, "type dynamic"),
+        (
+            "phi3",
+            {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, **LONG}, **ORIGINAL},
+            "type longrope",
+        ),
+    ],
+)
+def test_rotary_embeddings_that_know_the_width_are_left(kind: str, changes: dict[str, Any], reason: str) -> None:
+    model = made(kind, max_position_embeddings=25, **changes)
+    assert difference(model) > 1e-3
+    assert reason in obstacles.of_model(model, model)
+
+
+@pytest.mark.parametrize(("kind", "field"), [("llama", "attn_temperature_tuning"), ("mistral", "llama_4_scaling_beta")])
+def test_attention_that_is_scaled_by_the_position_is_left(kind: str, field: str) -> None:
+    model = made(kind)
+    setattr(model.config, field, 0.1)
+    assert f"{field} scales attention by the position" in obstacles.of_model(model, model)
+
+
+def test_a_compiled_model_is_left() -> None:
+    model = made("llama")
+    model.model.layers[0].compile()
+    assert "is compiled" in obstacles.of_model(model, model)
+
+
+def test_prompt_learning_is_left() -> None:
+    peft = pytest.importorskip("peft")
+    base = made("llama")
+    tuned = peft.get_peft_model(base, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    assert "prompt learning" in obstacles.of_model(tuned, base)
+    adapted = peft.get_peft_model(made("llama"), peft.LoraConfig(target_modules=["q_proj"]))
+    assert obstacles.of_model(adapted, adapted.get_base_model()) is None

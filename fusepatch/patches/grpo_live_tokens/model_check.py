@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 LONGEST = 512
 """Columns of the prompts, and of the completions, that the two rows have at most."""
 
+_OF_CLASSIFIERS = ("classifier", "summary")
+"""Beginnings of fields of a configuration that language models do not use."""
+
 
 class Compared(NamedTuple):
     """Root mean squares: of upstream's values, of the difference in the row that does not move, and in the row that does."""
@@ -47,7 +50,7 @@ def why_not_checked(base: Any) -> str | None:
         return "dropout"
     fields: dict[str, Any] = base.config.get_text_config().to_dict()
     for name, value in fields.items():
-        random = any(part in name for part in ("dropout", "pdrop", "jitter"))
+        random = any(part in name for part in ("dropout", "pdrop", "jitter")) and not name.startswith(_OF_CLASSIFIERS)
         if random and isinstance(value, float) and value > 0:
             return name
     return None

@@ -110,7 +110,7 @@ def put_back(
 
     fill = None if fill is None else fill.to(values[0].dtype)
     back = [_restored(value, part, fill) for value, part in zip(values, parts, strict=True)]
-    if len(parts) == 1 and parts[0].index is None:
+    if len(parts) == 1 and parts[0].rows is None:
         return back[0]
     whole = back[0].new_zeros(size, *back[0].shape[1:]) if fill is None else fill
     index = torch.cat([part.rows for part in parts if part.rows is not None])
