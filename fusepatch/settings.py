@@ -34,6 +34,8 @@ class Settings(NamedTuple):
     head: str = "auto"
     head_prefer: str = "speed"
     head_chunk_mib: float = 256.0
+    grpo_padding: str = "auto"
+    grpo_zero_advantage: str = "keep"
     set_by_user: Mapping[str, str] = MappingProxyType({})
     unknown: tuple[str, ...] = ()
 
@@ -154,6 +156,18 @@ _JSON_NAMES: Mapping[type, str] = {list: "array", str: "string", bool: "boolean"
 
 def _loss(text: str) -> str:
     if text not in ("auto", "triton", "torch", "keep"):
+        raise ValueError
+    return text
+
+
+def _padding(text: str) -> str:
+    if text not in ("auto", "keep"):
+        raise ValueError
+    return text
+
+
+def _zero_advantage(text: str) -> str:
+    if text not in ("keep", "drop"):
         raise ValueError
     return text
 
@@ -320,6 +334,26 @@ TABLE: tuple[Variable, ...] = (
         meaning="MiB for the logits of one chunk of tokens. A chunk is the largest multiple of 128 tokens that fits, "
         "and at least 128 tokens.",
         parse=_mebibytes,
+    ),
+    Variable(
+        name="FUSEPATCH_GRPO_PADDING",
+        field="grpo_padding",
+        values="`auto`, `keep`",
+        default="`auto`",
+        meaning="Padding in the updates of TRL's GRPOTrainer and RLOOTrainer. `auto`: rows are moved to the left and "
+        "regrouped by length where that is known to give what upstream gives, so that padding columns do not enter the "
+        "model. `keep` leaves rows and micro-batches as upstream makes them.",
+        parse=_padding,
+    ),
+    Variable(
+        name="FUSEPATCH_GRPO_ZERO_ADVANTAGE",
+        field="grpo_zero_advantage",
+        values="`keep`, `drop`",
+        default="`keep`",
+        meaning="`drop` leaves sequences whose advantage is exactly 0 out of the model in training, where the gradient "
+        "is exactly the same without them; where it is not, or not known to be, one warning says why. The metric "
+        "`entropy` is then the mean over the sequences that enter.",
+        parse=_zero_advantage,
     ),
 )
 

@@ -10,14 +10,20 @@ from pathlib import Path
 import pytest
 
 import fusepatch
-from fusepatch.engine import sites
+from fusepatch.engine import sites, versions
 from fusepatch.engine.patch import Patch, Site
 from fusepatch.errors import StrictError
 from fusepatch.patches import PATCHES
 from kits.forked import forked
 from kits.helpers import fresh
 
-SITES = [(patch, site) for patch in PATCHES for site in patch.sites]
+
+def as_installed(site: Site) -> Site:
+    found = versions.find(site.upstream)
+    return site if found is None else versions.in_release(site, found.version)
+
+
+SITES = [(patch, as_installed(site)) for patch in PATCHES for site in patch.sites]
 IDS = [f"{patch.id}-{site.module}" for patch, site in SITES]
 UPSTREAMS = sorted({site.upstream.import_name for _, site in SITES})
 

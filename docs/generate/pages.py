@@ -180,7 +180,8 @@ def _versions(site: Site) -> tuple[tuple[str, ...], str, str]:
 
 def _target(slot: Slot) -> str:
     wanted = [*slot.contract.parameters, *(["**kwargs"] if slot.contract.keywords else [])]
-    return f"`{slot.path}({', '.join(wanted)})`" if wanted else f"`{slot.path}`"
+    target = f"`{slot.path}({', '.join(wanted)})`" if wanted else f"`{slot.path}`"
+    return f"{target} in `{slot.releases}`" if slot.releases else target
 
 
 def _linked(reference: str) -> str:

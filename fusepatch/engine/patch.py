@@ -92,12 +92,15 @@ class Slot(NamedTuple):
     """A place in the module that is wrapped.
 
     `path` is dotted inside the module (`function`, `Class.method`); a `*` in it stands for every function defined in
-    that module whose name matches and whose contract holds.
+    that module whose name matches and whose contract holds. `releases` is a version specifier: outside of it the slot
+    is not looked for, since upstream gave the target another name there, or has none. Empty: every release that the
+    site supports.
     """
 
     path: str
     handler: Handler
     contract: Contract = Contract()
+    releases: str = ""
 
 
 class Site(NamedTuple):

@@ -67,6 +67,7 @@ def judge(site: Site, module: ModuleType | None = None) -> Verdict:
             action="install a version in that range to have this patch",
         )
         return Verdict(Kind.GATED, reason, version)
+    site = versions.in_release(site, version)
     unneeded = site.unneeded() if module is not None and site.unneeded is not None else ""
     if unneeded:
         return Verdict(Kind.NOT_NEEDED, Reason(unneeded, consequence="there is nothing to patch here"), version)
@@ -128,7 +129,7 @@ def watch(patch: str, site: Site, order: int, wanted: Callable[[], bool]) -> Non
                 became = _install(patch, site, order, module, late)
                 if ledger.strict() and became.outcome in (Outcome.DRIFTED, Outcome.FAILED):
                     error = StrictError(f"{patch}: {became} (an error because FUSEPATCH_STRICT=1)")
-                    install.raise_when_used(patch, site, module, error)
+                    install.raise_when_used(patch, versions.in_release(site, became.version), module, error)
                 ledger.record(became)
 
     def failed(name: str, trace: str) -> None:
@@ -151,7 +152,7 @@ def _install(patch: str, site: Site, order: int, module: ModuleType, late: bool)
             return record(patch, site, Outcome.PENDING, reason, version)
         if verdict.kind is not Kind.FITS:
             return record(patch, site, _OUTCOMES[verdict.kind], verdict.reason, version)
-        applied = install.install(patch, site, module, late, order)
+        applied = install.install(patch, versions.in_release(site, version), module, late, order)
         if late and site.when_late is not None:
             site.when_late(module)
     except Exception:

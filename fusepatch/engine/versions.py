@@ -71,7 +71,16 @@ class Gate(NamedTuple):
 
 
 def gate(site: Site, version: str | None) -> Gate:
-    """Compare a version with a site's ranges; pre-releases and local tags count as the releases that they are.
+    """Compare a version with a site's ranges."""
+    supported = is_within(version, site.supported)
+    if supported is None:
+        return Gate(supported=True, tested=False)
+    return Gate(supported=supported, tested=supported and is_within(version, site.upstream.tested) is True)
+
+
+def is_within(version: str | None, specifier: str) -> bool | None:
+    """Whether a version is one of a range; None where it is unknown or cannot be read. Pre-releases and local tags
+    count as the releases that they are.
 
     `prereleases=True` is passed always: the default for nightlies differs between releases of packaging
     (pypa/packaging PR #897).
@@ -79,12 +88,13 @@ def gate(site: Site, version: str | None) -> Gate:
     from packaging.specifiers import SpecifierSet
     from packaging.version import InvalidVersion, Version
 
-    if version is None:
-        return Gate(supported=True, tested=False)
     try:
-        parsed = Version(version)
+        return None if version is None else SpecifierSet(specifier).contains(Version(version), prereleases=True)
     except InvalidVersion:
-        return Gate(supported=True, tested=False)
-    supported = SpecifierSet(site.supported).contains(parsed, prereleases=True)
-    tested = SpecifierSet(site.upstream.tested).contains(parsed, prereleases=True)
-    return Gate(supported=supported, tested=supported and tested)
+        return None
+
+
+def in_release(site: Site, version: str | None) -> Site:
+    """The site with the slots that are looked for in this version: all of them where the version is unknown."""
+    wanted = (slot for slot in site.slots if not slot.releases or is_within(version, slot.releases) is not False)
+    return site._replace(slots=tuple(wanted))

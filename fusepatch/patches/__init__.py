@@ -6,6 +6,7 @@ from fusepatch import settings
 from fusepatch.engine.patch import Patch
 from fusepatch.errors import UnknownPatchError
 from fusepatch.patches import (
+    grpo_live_tokens,
     liger_grpo_loss,
     liger_instance_flags,
     liger_sft_loss,
@@ -23,6 +24,7 @@ PATCHES: tuple[Patch, ...] = (
     optimizer_flags.PATCH,
     optimizer_in_backward.PATCH,
     liger_grpo_loss.PATCH,
+    grpo_live_tokens.PATCH,
     ray_worker_setup.PATCH,
     sdpa_masked_width.PATCH,
 )

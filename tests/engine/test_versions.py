@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from fusepatch.engine import versions
-from fusepatch.engine.patch import Upstream
-from kits.declarations import site
+from fusepatch.engine.patch import Slot, Upstream
+from kits.declarations import passing, site
 
 TOYLIB = Upstream("toylib", ("toylib", "toylib-nightly"), "")
 
@@ -66,3 +66,21 @@ def test_what_is_not_there_is_not_found() -> None:
 )
 def test_the_gate(version: str | None, supported: bool, tested: bool) -> None:
     assert versions.gate(site(), version) == versions.Gate(supported=supported, tested=tested)
+
+
+@pytest.mark.parametrize(
+    ("version", "names"),
+    [
+        ("1.3", ["always", "before"]),
+        ("1.4.dev2", ["always"]),
+        ("1.4", ["always", "since"]),
+        (None, None),
+        ("main", None),
+    ],
+)
+def test_a_slot_is_looked_for_in_its_releases(version: str | None, names: list[str] | None) -> None:
+    declared = site(
+        Slot("always", passing), Slot("before", passing, releases="<1.4"), Slot("since", passing, releases=">=1.4")
+    )
+    found = [slot.path for slot in versions.in_release(declared, version).slots]
+    assert found == (["always", "before", "since"] if names is None else names)

@@ -27,12 +27,14 @@ def step(name: str, modules: Sequence[str]) -> None:
 def look(module: str, patch: str) -> list[object]:
     """Outcome, flags, and for each slot of the site whether the engine's wrapper is in it."""
     import fusepatch
+    from fusepatch.engine import versions
     from fusepatch.patches import PATCHES
 
     (site,) = [site for declared in PATCHES if declared.id == patch for site in declared.sites if site.module == module]
     records = [record for shown in fusepatch.status() if shown.id == patch for record in shown.sites]
     (record,) = [record for record in records if record.module == module]
-    paths = record.slots or [slot.path for slot in site.slots if "*" not in slot.path]
+    slots = versions.in_release(site, record.version).slots
+    paths = record.slots or [slot.path for slot in slots if "*" not in slot.path]
     return [record.outcome.value, list(record.flags), {path: is_ours(module, path) for path in paths}]
 
 
