@@ -37,8 +37,8 @@ LAST_CUDNN_NOT_PREFERRED = 91500
 """torch takes cuDNN's attention first where cuDNN is newer than 9.15.0 (`check_prefer_cudnn_attention` of its
 sdp_utils.cpp)."""
 FIRST_CUDNN_WITHOUT = 92600
-"""cuDNN 9.26 has the fix (pytorch/pytorch#196861, NVIDIA/cudnn-frontend#628). Seen with the fault: 9.19, 9.20 and
-9.25.1; those between are presumed to have it."""
+"""cuDNN 9.26 has the fix (pytorch/pytorch#196861, NVIDIA/cudnn-frontend#628). The fault was measured with 9.19, and is
+reported of 9.20 and up to 9.25.1; the versions between are presumed to have it."""
 
 
 def nothing_to_do(torch_version: str, cuda_version: str | None, cudnn_version: int | None) -> str:
@@ -225,8 +225,8 @@ PATCH = Patch(
         "calls in code that torch.compile has compiled are served, but not counted, and what is compiled before the "
         "first ordinary call "
         "on a GPU that is no Hopper has the 64 keys too",
-        "which versions of cuDNN have the fault is presumed between those that were seen with it: 9.19, 9.20 and "
-        "9.25.1",
+        "the fault was measured with cuDNN 9.19 and is reported of 9.20 and up to 9.25.1; the versions between are "
+        "presumed to have it, and 9.26 not to",
     ),
     sites=(SITE,),
 )

@@ -326,7 +326,8 @@ def cells(section: Section) -> list[list[str]]:
                 f"{row.median / 1000:.4g}",
                 "" if row is plain else report.ratio_text(faster),
                 f"{round(statistics.mean(row.tokens)):,}",
-                f"{statistics.mean(row.used) / statistics.mean(row.tokens):.0%}",
+                # What was dropped is no longer among the tokens, so their share says nothing of padding.
+                "-" if row.peer == "drop" else f"{statistics.mean(row.used) / statistics.mean(row.tokens):.0%}",
                 report.gib(peak) if peak else "-",
                 ", ".join(f"{norm:.4g}" for norm in row.norms),
                 check,
