@@ -9,6 +9,9 @@ After two steps (`--max_steps 2`), the last lines are
         apply_liger_kernel_to_qwen3: swiglu: not passed (Liger's default True) -> False (FUSEPATCH_LIGER_SWIGLU=0)
     optimizer.flags: APPLIED, calls: 1
     liger.grpo_loss: APPLIED, calls: 2
+    grpo.live_tokens: APPLIED, calls: 2
+        Qwen3ForCausalLM: moved rows were compared with padded ones: ...
+        Qwen3ForCausalLM: rows moved to the left, attention_mask -> None
 
 On a CPU, a line below `liger.grpo_loss` adds that Triton kernels run on NVIDIA GPUs.
 """

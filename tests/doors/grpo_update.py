@@ -85,8 +85,10 @@ def trainer(
     liger: bool = False,
     tools: bool = False,
     dead: str = "",
+    prompts: int = 32,
 ) -> Any:
-    """A real trainer. dead: which groups have equal rewards (`Reward`). tools: a tool mask."""
+    """A real trainer. tools: a tool mask. dead: which groups have equal rewards (`Reward`). prompts: how many an epoch
+    has."""
     import torch
     import trl
     from datasets import Dataset
@@ -117,7 +119,7 @@ def trainer(
         reward_funcs=Reward(dead),
         args=arguments(getattr(trl, f"{kind}Config"), folder, liger, **(config or {})),
         processing_class=words(),
-        train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
+        train_dataset=Dataset.from_dict({"prompt": PROMPTS[:prompts]}),
         **({"peft_config": peft} if peft else {}),
     )
 

@@ -33,7 +33,8 @@ def look(module: str, patch: str) -> list[object]:
     (site,) = [site for declared in PATCHES if declared.id == patch for site in declared.sites if site.module == module]
     records = [record for shown in fusepatch.status() if shown.id == patch for record in shown.sites]
     (record,) = [record for record in records if record.module == module]
-    slots = versions.in_release(site, record.version).slots
+    found = versions.find(site.upstream)
+    slots = versions.in_release(site, found.version if found else None).slots
     paths = record.slots or [slot.path for slot in slots if "*" not in slot.path]
     return [record.outcome.value, list(record.flags), {path: is_ours(module, path) for path in paths}]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -149,13 +150,20 @@ def tiny_model(kind: str, **changes: Any) -> Any:
 
     torch.manual_seed(0)
     values = {**SHAPE, **TYPES[kind], **changes}
+    if int(transformers.__version__.partition(".")[0]) < 5 and "rope_parameters" in values:
+        values["rope_scaling"] = dict(values.pop("rope_parameters"))
+        values["rope_theta"] = values["rope_scaling"].pop("rope_theta", 10000.0)
+        if kind == "phi3":
+            values["rope_scaling"]["type"] = values["rope_scaling"].pop("rope_type")
     values = {name: value for name, value in values.items() if value is not LEFT_OUT}
     if kind in VISION:
         config_class = type(transformers.AutoConfig.for_model(kind))
         ids = {
             f"{name}_token_id": place for place, name in enumerate(("image", "video", "vision_start", "vision_end"), 60)
         }
-        config = config_class(text_config=values, vision_config=dict(VISION[kind]), **ids)
+        has_parts = "text_config" in inspect.signature(config_class).parameters
+        text = {"text_config": values} if has_parts else values
+        config = config_class(**text, vision_config=dict(VISION[kind]), **ids)
         model = transformers.AutoModelForImageTextToText.from_config(config)
     else:
         model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **values))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,3 +45,51 @@ def test_a_rank_of_which_no_sequence_has_a_gradient_trains_with_the_other() -> N
     rows = [[size for size, *_ in found[rank]["forwards"]] for rank in (0, 1)]
     assert rows[0].count(1) == 0
     assert rows[1].count(1) == 8, "one row in each of the micro-batches of two steps"
+
+
+def sharded(rank: int, env: dict[str, str] | None, folder: str) -> dict[str, Any]:
+    """One micro-batch under FSDP2, of which rank 1 has sequences of advantage 0 only."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    import fusepatch
+
+    if env is not None:
+        os.environ.update(env)
+        fusepatch.activate()
+    trainer = grpo_update.trainer(Path(folder) / str(rank), config={"loss_type": "grpo"})
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in trainer.model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(trainer.model, mesh=mesh)
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    numbers = torch.Generator().manual_seed(rank)
+    columns = torch.arange(20)
+    mask = torch.stack([((columns >= 8 - p) & (columns < 8 + c)).long() for p, c in ((3, 12), (8, 2), (5, 7))])
+    ids = torch.randint(4, grpo_update.VOCABULARY, (3, 20), generator=numbers) * mask
+    inputs = {
+        "prompt_ids": ids[:, :8],
+        "prompt_mask": mask[:, :8],
+        "completion_ids": ids[:, 8:],
+        "completion_mask": mask[:, 8:],
+        "advantages": torch.zeros(3) if rank else torch.tensor([1.0, 0.0, -0.5]),
+    }
+    seen: list[list[int]] = []
+    trainer.model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(list(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    loss = trainer.compute_loss(trainer.model, inputs)
+    loss.backward()
+    gradients = [param.grad.full_tensor().flatten() for param in trainer.model.parameters()]
+    return {"loss": float(loss), "gradients": torch.cat(gradients).tolist(), "shapes": seen}
+
+
+def test_a_sharded_model_is_moved_and_every_rank_runs_it_as_often(tmp_path: Path) -> None:
+    plain = on_ranks(2, sharded, None, str(tmp_path / "plain"))
+    found = on_ranks(2, sharded, DROP, str(tmp_path / "found"))
+    for rank in (0, 1):
+        assert found[rank]["loss"] == pytest.approx(plain[rank]["loss"], rel=1e-5, abs=1e-6)
+        assert found[rank]["gradients"] == pytest.approx(plain[rank]["gradients"], rel=1e-4, abs=1e-6)
+    assert [shapes[-1] for shapes in (run["shapes"] for run in found)] == [[2, 16], [1, 16]]
+    assert [len(run["shapes"]) for run in found] == [3, 3], "the check, and the micro-batch"

@@ -65,6 +65,14 @@ def test_each_completion_token_comes_back_to_its_place(seed: int) -> None:
         assert not both[row, completion:].any()
 
 
+def test_without_any_completion_one_column_is_kept() -> None:
+    """TRL would take the last 0 columns for all of them."""
+    ids, mask = batch([8, 8], [0, 0], 8, 1)
+    part = rows.move(ids, mask, rows.read_layout(mask, 1), None)
+    assert (part.logits_to_keep, part.input_ids.shape[1]) == (1, 9)
+    assert rows.put_back([torch.ones(2, 1)], [part], 2).tolist() == [[0.0]] * 2
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_the_mask_of_a_moved_row_is_1_at_its_completion(seed: int) -> None:
     prompts, completions, border, width = drawn(seed)

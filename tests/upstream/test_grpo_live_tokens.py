@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
+from kits.helpers import run
 from kits.upstream import CHECKOUT, factor, install_overlay, version
 from tools.rows import enter
 
@@ -74,6 +75,12 @@ def updates(release: Version, overlay: str | None, patched: bool, **variables: s
         assert not [note for note in record["fallbacks"] if "rows are not moved" in note and "luspo" not in note]
     found: list[dict[str, Any]] = seen["cases"]
     return found
+
+
+def test_every_model_type_that_this_release_of_transformers_has_is_moved_or_left() -> None:
+    models = CHECKOUT / "tests" / "patches" / "test_grpo_live_tokens_models.py"
+    done = run([sys.executable, "-m", "pytest", models, "-q"], env={"PYTHONPATH": str(CHECKOUT)}, cwd=CHECKOUT)
+    assert done.returncode == 0, done.stdout[-3000:]
 
 
 def own_release() -> list[str]:

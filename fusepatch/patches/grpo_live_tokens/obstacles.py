@@ -124,7 +124,9 @@ def of_model(model: Any, base: Any) -> str | None:
     """Why the rows for a model stay where they are, by what it is. model: unwrapped, perhaps PEFT's; base:
     transformers' own."""
     name = type(base).__name__
-    if not type(base).__module__.startswith("transformers.models."):
+    # FSDP2 makes a class of its own above the model's.
+    own = next(kind for kind in type(base).__mro__ if not kind.__module__.startswith("torch.distributed."))
+    if not own.__module__.startswith("transformers.models."):
         return f"{name} is not one of transformers' own classes"
     config = base.config.get_text_config()
     for kind in (str(base.config.model_type), str(config.model_type)):
