@@ -98,8 +98,9 @@ def compare(
         numbers.append((reference.square().mean().sqrt(), difference.square().mean().sqrt()))
     (scale, still), (other, displaced) = [tuple(map(float, pair)) for pair in numbers]
     scale = max(1.0, scale, other)
-    # Single precision: sums of many layers; lower ones: each value is rounded once more at the end.
-    tolerance = max(4 * still, 16 * 2**-23 * scale, 2 * rounding * scale)
+    # Of single precision, sums over many layers; of lower ones, logits that are rounded once more at the end. In tiny
+    # models of the types that are known to differ, moving changes log-probabilities by 0.008 and more.
+    tolerance = max(4 * still, 256 * 2**-23 * scale, 8 * rounding * scale)
     return Compared(max(scale, other), still, displaced, tolerance)
 
 
