@@ -264,9 +264,7 @@ def _verdict(proceed: Proceed, call: Call, base: Any, maskless: Sequence[Any]) -
         return reason
     name = type(base).__name__
     unchecked = model_check.why_not_checked(base)
-    two = None if unchecked else model_check.two_rows(call.input_ids, call.attention_mask, call.width)
-    if two is None:
-        unchecked = unchecked or "the prompts have one column"
+    if unchecked is not None:
         ledger.fallback(
             ID, f"{name}: moved rows were not compared with padded ones ({unchecked}); its type is a tested one"
         )
@@ -280,6 +278,7 @@ def _verdict(proceed: Proceed, call: Call, base: Any, maskless: Sequence[Any]) -
             return upstreams(*batch)
 
     precision = getattr(call.trainer.accelerator, "mixed_precision", None)
+    two = model_check.two_rows(call.input_ids, call.attention_mask, call.width)
     compared = model_check.compare(upstreams, moved, *two, model_check.rounding_of(base, precision))
     if compared.is_equal:
         ledger.replaced(ID, f"{name}: moved rows were compared with padded ones: {compared}")

@@ -59,14 +59,14 @@ def why_not_checked(base: Any) -> str | None:
 
 def two_rows(
     input_ids: torch.Tensor, attention_mask: torch.Tensor, width: int
-) -> tuple[torch.Tensor, torch.Tensor, int] | None:
-    """Tokens `[2, P + T]` and a mask for them, with T; None where the batch's prompts have one column, which leaves no
-    padding."""
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Tokens `[2, P + T]` and a mask for them, with T. There are two rows whatever the batch is: ranks whose batches
+    differ must run the model equally often."""
     import torch
 
     border = input_ids.shape[1] - width
-    if border < 2:
-        return None
+    if border < 2:  # a prompt of one column would leave no room for padding
+        input_ids, border = torch.cat([input_ids[:, :1], input_ids], dim=1), border + 1
     prompt, completion = min(border, LONGEST), min(width, LONGEST)
     tokens = input_ids[[0, min(1, input_ids.shape[0] - 1)], border - prompt : border + completion]
     mask = torch.ones_like(tokens, dtype=attention_mask.dtype)
