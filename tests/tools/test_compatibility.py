@@ -51,7 +51,7 @@ def test_every_row_of_the_matrix_was_run_or_is_said_not_to_be() -> None:
 @pytest.mark.parametrize("row", [row for row in ROWS if row.name in RECORDED["rows"]], ids=lambda row: row.name)
 def test_what_was_recorded_is_what_the_matrix_expects(row: Row) -> None:
     found = matrix.differences(row, RECORDED["rows"][row.name])
-    assert not found, "record the sites of a new patch: tox -e matrix -- --patch ID --all --write"
+    assert not found, "where no such site was found, record it: tox -e matrix -- --patch ID --all --write"
 
 
 def test_a_row_that_was_not_run_is_not_on_the_page_as_applied() -> None:
