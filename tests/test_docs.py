@@ -111,4 +111,5 @@ def test_a_status_that_a_page_shows_is_what_is_printed(page: str, indent: str) -
     assert show.text(lines, 80, verbose=False, indent=indent) == shown
     ids = [patch.id for patch in PATCHES]
     assert [line.id for line in lines] == [name for name in ids if name in block]
-    assert page != "index.md" or len(lines) == len(ids)
+    missing = [name for name in ids if name not in block]
+    assert page != "index.md" or not missing, "add their lines to the `status` that docs/index.md shows"

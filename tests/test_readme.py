@@ -25,7 +25,8 @@ def test_continuous_integration_runs_the_command_of_the_readme() -> None:
 
 def test_the_table_has_every_patch_and_no_other() -> None:
     named = re.findall(r"^\| `([^`]+)` \|", README, re.MULTILINE)
-    assert named == [patch.id for patch in PATCHES]
+    ids = [patch.id for patch in PATCHES]
+    assert named == ids, "README.md's table of patches needs one row for each of PATCHES, in that order"
 
 
 def test_every_page_that_is_linked_is_there() -> None:

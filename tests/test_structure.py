@@ -167,8 +167,8 @@ def test_what_public_functions_return_and_raise_is_exported() -> None:
     raised = {kind for kind in vars(errors).values() if inspect.isclass(kind)}
     assert {"PatchRecord", "SiteRecord", "Outcome", "Reason", "Note"} == {kind.__name__ for kind in returned}
     for kind in returned | raised:
-        assert getattr(fusepatch, kind.__name__) is kind
-        assert kind.__name__ in fusepatch.__all__
+        exported = kind.__name__ in fusepatch.__all__ and getattr(fusepatch, kind.__name__) is kind
+        assert exported, f"import {kind.__name__} in fusepatch/__init__.py, and add it to __all__ there"
         assert kind.__doc__
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import shlex
 import subprocess
 import sys
 import time
@@ -58,13 +59,22 @@ def main() -> int:
         return 2
     results: dict[str, Any] = {}
     found = []
-    for row, result in run_rows(chosen, arguments.folder, arguments.jobs, arguments.patch):
-        if "failed" not in result:
-            results[row.name] = result
-        found += differences(row, result, arguments.patch)
-        if arguments.write:  # after every row: what has been run is kept where a later row stops the run
-            everything = arguments.all and not arguments.rows and arguments.patch is None
-            OUTCOMES.write_text(merged(results, everything, arguments.patch), encoding="utf-8")
+    try:
+        for row, result in run_rows(chosen, arguments.folder, arguments.jobs, arguments.patch):
+            if "failed" not in result:
+                results[row.name] = result
+            found += differences(row, result, arguments.patch)
+            if arguments.write:  # after every row: what has been run is kept where a later row stops the run
+                everything = arguments.all and not arguments.rows and arguments.patch is None
+                OUTCOMES.write_text(merged(results, everything, arguments.patch), encoding="utf-8")
+    except subprocess.CalledProcessError as error:  # uv's, which has said on stderr what was wrong
+        print(
+            f"matrix: an environment could not be made: `{shlex.join(error.cmd)}` ended with exit status "
+            f"{error.returncode}; its error is above. The remaining rows were not run. Start again once that is "
+            "mended: finished environments are kept.",
+            file=sys.stderr,
+        )
+        return 2
     print(f"\n{len(chosen)} rows; {len(found) or 'no'} differences from what matrix.toml expects")
     print("\n".join(found))
     return 1 if found else 0

@@ -105,29 +105,37 @@ def test_deactivated_the_fault_is_back() -> None:
 ''')
 
 MISSING = Template("""
-0. No library in fusepatch/patches/upstreams.py is called $subject. The patch
-   and its test say $upstream until you have put the right one there.
+0. Choose the library. None in fusepatch/patches/upstreams.py is called
+   $subject, so the patch and its test name $upstream. If that is right,
+   delete the mark; if not, name the right one in both. (section 3)
 """)
 
 NEXT = Template("""\
-What is left; docs/adding-a-patch.md explains each step:
+What is left. The sections are those of docs/adding-a-patch.md.
 $missing
-1. See the fault in the installed release. Fill CALL and FAULT in the test:
+1. See the fault in the installed release. Fill CALL and FAULT in the test,
+   and MODULE, the module that defines the target. (sections 1 and 7)
      pytest $test -k without
-2. Fill the patch, then CURED. What is still open:
-     grep -rnE 'FILL[ _]IN' fusepatch/patches tests/patches
+2. If the patch reads a variable, or raises an error of its own, add that
+   first. (sections 4 and 5)
+3. Fill the patch, then CURED. (sections 4 to 7)
      python -m fusepatch status
      pytest $test
      pytest tests/test_faults.py tests/test_orders.py -k $id
-3. Say what must become of each site in each release: a table
+   What is still open:
+     grep -rnE 'FILL[ _]IN' fusepatch/patches tests/patches
+4. Say what must become of each site in each release: a table
      [expected."$id".$import_name]
-   in tests/tools/matrix.toml; `tox -e matrix -- --rows latest` tries it,
-   and `tox -e matrix -- --patch $id --write` records it.
-4. Write the pages anew, add a row to the table in README.md and a line to
-   CHANGELOG.md:
+   in tests/tools/matrix.toml. The first command tries it, the second records
+   it. (section 7)
+     tox -e matrix -- --patch $id --rows latest
+     tox -e matrix -- --patch $id --all --write
+5. Write the pages anew, then add the patch to the table in README.md, to
+   docs/index.md and to CHANGELOG.md. (section 8)
      python -m docs.generate
-     pytest tests/test_docs.py tests/test_readme.py tests/tools
-5. tox, and tox -e lint
+     pytest tests/test_docs.py tests/test_readme.py tests/test_structure.py
+     pytest tests/tools
+6. tox, and tox -e lint
 """)
 
 
@@ -163,7 +171,7 @@ def create(name: str, here: Path) -> str:
         "id": name,
         "upstream": constant,
         "import_name": known[constant],
-        "doubt": "" if named else f"  # FILL IN: the library, in upstreams.py; {subject} is none of those there",
+        "doubt": "" if named else f"  # FILL IN: the library, of those in upstreams.py; none is called {subject}",
         "missing": "" if named else MISSING.substitute(subject=subject, upstream=constant),
         "test": str(test),
     }

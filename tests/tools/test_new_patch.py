@@ -107,6 +107,7 @@ def test_it_says_what_to_do_next(scaffolded: tuple[Path, Completed]) -> None:
         "docs/adding-a-patch.md",
         "tests/tools/matrix.toml",
         "README.md",
+        "docs/index.md",
         "CHANGELOG.md",
         f'[expected."{NAME}".trl]',
     ):
@@ -194,8 +195,8 @@ def test_it_can_be_done_twice_from_a_folder_below_and_finds_the_library(checkout
         assert f"upstream={constant}," in text
         assert f'module="{import_name}.FILL_IN"' in text
         unknown = name == "aaa.second"
-        assert ("FILL IN: the library, in upstreams.py; aaa is none of those there" in text) == unknown
-        assert ("0. No library in fusepatch/patches/upstreams.py is called aaa." in done.stdout) == unknown
+        assert ("FILL IN: the library, of those in upstreams.py; none is called aaa" in text) == unknown
+        assert ("0. Choose the library. None in fusepatch/patches/upstreams.py" in done.stdout) == unknown
     look = "from fusepatch.patches import PATCHES; print(*(patch.id for patch in PATCHES))"
     ids = run([sys.executable, "-c", look], cwd=checkout).stdout.split()
     assert ids == [*(patch.id for patch in PATCHES), *names]
