@@ -72,6 +72,24 @@ def markdown_row(texts: Sequence[str]) -> str:
     return "| " + " | ".join(text.replace("|", "\\|") for text in texts) + " |"
 
 
+def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1) -> list[str]:
+    """The lines of a table; the first column and the last ``words`` of them are text, those between are numbers."""
+    numbers = len(headings) - 1 - words
+    rule = markdown_row(["---", *["---:"] * numbers, *["---"] * words])
+    return [markdown_row(headings), rule, *map(markdown_row, rows)]
+
+
+def compared(row: Row, reference: Row) -> str:
+    """How the check of a row came out, that has been compared with the reference."""
+    if row.check is None:
+        return f"not checked: {reference.peer} did not run"
+    if row is reference and row.passed:
+        return "the others are compared with it"
+    return (
+        f"{'passed' if row.passed else 'FAILED CHECK'}: {row.check['error']:.1e} (at most {row.check['tolerance']:g})"
+    )
+
+
 def finite(value: Any) -> Any:
     # JSON has no NaN.
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

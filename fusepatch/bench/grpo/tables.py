@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fusepatch import terminal
-from fusepatch.bench.report import DOES_NOT_APPLY, Bar, Row, draw_bars, finite, gib, markdown_row, ratio, ratio_text
+from fusepatch.bench.report import DOES_NOT_APPLY, Bar, Row, draw_bars, finite, gib, markdown_table, ratio, ratio_text
 
 
 @dataclass(frozen=True)
@@ -105,9 +105,7 @@ def markdown(document: dict[str, Any], sections: Sequence[Section]) -> str:
     """The tables in Markdown, with the command and the machine."""
     lines = [machine_text(document), "", "```", document["command"], "```"]
     for section in sections:
-        lines += ["", f"### {section.title}", "", markdown_row(headings(section))]
-        lines.append(markdown_row(["---", *["---:"] * (len(headings(section)) - 2), "---"]))
-        lines += [markdown_row(row) for row in cells(section)]
+        lines += ["", f"### {section.title}", "", *markdown_table(headings(section), cells(section))]
     return "\n".join(lines) + "\n"
 
 

@@ -189,7 +189,6 @@ def cells(table: Table) -> list[list[str]]:
         if row.problem is not None:
             result.append([row.peer, *[""] * (len(headings()) - 2), f"{row.problem}: {row.reason}"])
             continue
-        assert row.check is not None
         faster = report.ratio(default, row)
         result.append(
             [
@@ -200,10 +199,7 @@ def cells(table: Table) -> list[list[str]]:
                 f"{row.optimizer_part:.4g}",
                 report.gib(row.memory.get("state_bytes")),
                 report.gib(row.memory.get("above_state_bytes")),
-                "the others are compared with it"
-                if row is default
-                else f"{'passed' if row.passed else 'FAILED CHECK'}: {row.check['error']:.1e} (at most "
-                f"{row.check['tolerance']:g})",
+                report.compared(row, default),
             ]
         )
     return result
@@ -222,9 +218,7 @@ def markdown(document: dict[str, Any], tables: Sequence[Table]) -> str:
     """The tables in Markdown, with the command and the machine."""
     lines = [machine_text(document), "", "```", document["command"], "```"]
     for table in tables:
-        lines += ["", f"### {table.dtype}", "", report.markdown_row(headings())]
-        lines.append(report.markdown_row(["---", *["---:"] * (len(headings()) - 2), "---"]))
-        lines += [report.markdown_row(row) for row in cells(table)]
+        lines += ["", f"### {table.dtype}", "", *report.markdown_table(headings(), cells(table))]
     return "\n".join(lines) + "\n"
 
 

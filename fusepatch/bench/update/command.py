@@ -209,8 +209,7 @@ def _fits(batch: Batch, ranks: int) -> None:
         if batch.completions % divisor:
             raise arguments.BenchError(
                 f"--completions {batch.completions} cannot be divided by {name}, which is {divisor}: every group and "
-                "every "
-                f"micro-batch must be whole. Nothing was measured."
+                f"every micro-batch must be whole. Nothing was measured."
             )
     if batch.group < 2:
         raise arguments.BenchError(
@@ -312,12 +311,6 @@ def cells(section: Section) -> list[list[str]]:
             result.append([row.peer, *[""] * (len(headings()) - 2), f"{row.problem}: {row.reason}"])
             continue
         faster = report.ratio(plain, row)
-        check = "not checked: plain did not run"
-        if row.check is not None:
-            verdict = "passed" if row.passed else "FAILED CHECK"
-            check = f"{verdict}: {row.check['error']:.1e} (at most {row.check['tolerance']:g})"
-            if row is plain and row.passed:
-                check = "the others are compared with it"
         peak = row.memory["peak_bytes"]
         result.append(
             [
@@ -330,7 +323,7 @@ def cells(section: Section) -> list[list[str]]:
                 "-" if row.peer == "drop" else f"{statistics.mean(row.used) / statistics.mean(row.tokens):.0%}",
                 report.gib(peak) if peak else "-",
                 ", ".join(f"{norm:.4g}" for norm in row.norms),
-                check,
+                report.compared(row, plain),
             ]
         )
     return result
@@ -341,8 +334,7 @@ def machine_text(document: dict[str, Any]) -> str:
     processes = "process" if document["repeats"] == 1 else "processes"
     return (
         f"{machine['device']}, torch {machine['torch']}, transformers {versions['transformers']}, TRL "
-        f"{versions['trl']}, Python "
-        f"{machine['python']}; {document['repeats']} {processes} of each form, by turns"
+        f"{versions['trl']}, Python {machine['python']}; {document['repeats']} {processes} of each form, by turns"
     )
 
 
@@ -350,10 +342,8 @@ def batch_text(case: Case) -> str:
     batch, model = case.batch, case.model
     return (
         f"{batch.completions} completions in groups of {batch.group}, {batch.micro_batches} micro-batches; median "
-        f"{batch.median} of "
-        f"{batch.longest:,} tokens, prompts up to {batch.prompt}; {case.dtype}, hidden {model.hidden}, {model.layers} "
-        "layers, "
-        f"vocabulary {model.vocabulary:,}"
+        f"{batch.median} of {batch.longest:,} tokens, prompts up to {batch.prompt}; {case.dtype}, "
+        f"hidden {model.hidden}, {model.layers} layers, vocabulary {model.vocabulary:,}"
     )
 
 
@@ -361,9 +351,8 @@ def markdown(document: dict[str, Any], sections: Sequence[Section]) -> str:
     """The tables in Markdown, with the command and the machine."""
     lines = [machine_text(document), "", "```", document["command"], "```"]
     for section in sections:
-        lines += ["", f"### {section.case.title}", "", batch_text(section.case), "", report.markdown_row(headings())]
-        lines.append(report.markdown_row(["---", *["---:"] * (len(headings()) - 3), "---", "---"]))
-        lines += [report.markdown_row(row) for row in cells(section)]
+        lines += ["", f"### {section.case.title}", "", batch_text(section.case), ""]
+        lines += report.markdown_table(headings(), cells(section), words=2)
     return "\n".join(lines) + "\n"
 
 
