@@ -254,6 +254,20 @@ def test_a_micro_batch_without_a_gradient_runs_its_shortest_row(trainers: dict[s
     assert max(map(abs, found["gradients"])) == 0
 
 
+def truncated(trainer: Any, advantage: float) -> float:
+    """The entropy of a micro-batch whose shortest row, or only live one, is left out of the loss as truncated."""
+    case = {"seed": 3, "truncated": 0}
+    inputs = batch(case)
+    inputs["advantages"] = torch.tensor([advantage, 0.0, 0.0, 0.0])
+    return float(step(trainer, inputs)["metrics"]["entropy"])
+
+
+@pytest.mark.parametrize("advantage", [0.0, 1.0])
+def test_the_entropy_is_that_of_a_row_with_tokens_in_the_loss(trainers: dict[str, Any], advantage: float) -> None:
+    plain = forked(truncated, trainers["GRPO"], advantage, env=PLAIN)
+    assert forked(truncated, trainers["GRPO"], advantage, env=DROP) == pytest.approx(plain, rel=0.2)
+
+
 def nearly(trainer: Any) -> list[str]:
     inputs = batch({"seed": 4})
     inputs["advantages"] = torch.tensor([1.0, 1e-3, 0.0, 1e-3])
@@ -297,6 +311,11 @@ def changed(trainer: Any, how: str) -> dict[str, Any]:
             return found
 
         type(trainer.model).forward = forward
+    elif how == "a compiled wrapper":  # as accelerate's prepare() leaves it
+        trainer.model_wrapped = torch.compile(trainer.model, backend="eager")
+    elif how == "a hook that reads the mask":
+        look = lambda module, args, kwargs: kwargs["attention_mask"].sum() and None  # noqa: E731
+        trainer.model.register_forward_pre_hook(look, with_kwargs=True)
     elif how == "own class":
         trainer.model.__class__ = type("Mine", (type(trainer.model),), {"__module__": "mine"})
     return step(trainer, inputs)
@@ -311,6 +330,8 @@ def changed(trainer: Any, how: str) -> dict[str, Any]:
         ("attention", "the attention implementation my_attention is not known here"),
         ("type", "no test has compared moved rows with padded ones for the model type qwen9"),
         ("router", "the auxiliary router loss counts padding where there is no mask"),
+        ("a compiled wrapper", "the model is compiled"),
+        ("a hook that reads the mask", "the comparison of moved rows with padded ones failed for Qwen3ForCausalLM"),
         ("own class", "Mine is not one of transformers' own classes"),
     ],
 )
@@ -329,6 +350,7 @@ def test_what_stands_in_the_way_is_recorded_and_upstream_runs(trainers: dict[str
         ("quantile", "top_entropy_quantile=0.5 compares the entropies of all tokens"),
         ("loss type", "loss_type=mine is not known here"),
         ("own loss", "has a _compute_loss of its own"),
+        ("own log-probabilities", "has a _get_per_token_logps_and_entropies of its own"),
         ("another patch", "GRPOTrainer._compute_loss is not TRL's own"),
         ("release", "is not a tested release"),
         ("experts", "experts that are a ModuleList run on some ranks only"),
@@ -359,6 +381,9 @@ def refused(trainer: Any, how: str) -> str:
     elif how == "own loss":
         own = type(trainer)._compute_loss
         type(trainer)._compute_loss = lambda self, model, inputs: own(self, model, inputs)
+    elif how == "own log-probabilities":
+        own = type(trainer)._get_per_token_logps_and_entropies
+        type(trainer)._get_per_token_logps_and_entropies = lambda *args, **kwargs: own(*args, **kwargs)
     elif how == "another patch":
         theirs = trl.GRPOTrainer._compute_loss
         trl.GRPOTrainer._compute_loss = functools.wraps(theirs)(lambda *args: theirs(*args))
@@ -460,6 +485,39 @@ def test_rounding_of_many_layers_in_bfloat16_is_no_difference() -> None:
     assert found["fallbacks"] == []
     (note,) = [note for note in found["replaced"] if "were compared" in note]
     assert "the row that moves differs by 0;" not in note, "nothing was rounded, so nothing was shown"
+
+
+def with_tf32(trainer: Any) -> dict[str, Any]:
+    torch.backends.fp32_precision = "tf32"  # what transformers does for tf32=True with torch 2.9 and later
+    return step(trainer, batch({"seed": 7}))
+
+
+@pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="torch 2.9 has the name")
+def test_a_run_in_tf32_is_moved(trainers: dict[str, Any]) -> None:
+    found = forked(with_tf32, trainers["GRPO"])
+    assert found["tokens"] < 4 * 34
+    assert not any("failed" in note for note in found["notes"]), found["notes"]
+
+
+def with_a_reference_beside_a_compiled_model() -> dict[str, Any]:
+    """Tokens so unlikely that the exponential of their negated log-probability is infinite, at padding too."""
+    import torch._dynamo
+
+    torch._dynamo.config.disable = True  # the mark of compile() is what counts
+    model = grpo_update.tiny_model()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(40.0)
+    model.compile()
+    config = {"beta": 0.01, "max_steps": 1, "learning_rate": 1e-4, "temperature": 0.3}
+    return {**grpo_update.run(model=model, config=config), **notes()}
+
+
+def test_a_reference_is_not_moved_without_the_model_that_is_trained() -> None:
+    plain = forked(with_a_reference_beside_a_compiled_model, env={"FUSEPATCH_GRPO_PADDING": "keep"})
+    found = forked(with_a_reference_beside_a_compiled_model)
+    assert found["weights"] == pytest.approx(plain["weights"], rel=1e-5)
+    assert found["logs"][0]["kl"] == pytest.approx(plain["logs"][0]["kl"], abs=1e-6)
+    assert any("is compiled" in note for note in found["fallbacks"])
 
 
 def with_dropout(rate: float) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def difference(model: Any) -> float:
 @pytest.mark.parametrize("kind", sorted(obstacles.MOVED))
 def test_a_type_that_is_moved_gives_what_upstream_gives(kind: str) -> None:
     model = made(kind)
-    assert obstacles.of_model(model, model) is None
+    assert obstacles.of_model(model) is None
     assert difference(model) < 1e-5
 
 
@@ -61,7 +61,7 @@ def test_a_type_that_would_give_something_else_is_left_with_the_reason(kind: str
     model = made(kind)
     # Some read their positions from the mask in transformers 4, or have no scale yet.
     assert Version(transformers.__version__) < Version("5") or difference(model) > 1e-3
-    assert obstacles.NOT_MOVED[kind] in obstacles.of_model(model, model)
+    assert obstacles.NOT_MOVED[kind] in obstacles.of_model(model)
 
 
 def test_every_type_is_one_or_the_other() -> None:
@@ -85,7 +85,7 @@ STATIC = {
 @pytest.mark.parametrize("name", STATIC)
 def test_rotary_embeddings_of_fixed_angles_are_moved(name: str) -> None:
     model = made("llama", rope_parameters={"rope_theta": 10000.0, **STATIC[name]})
-    assert obstacles.of_model(model, model) is None
+    assert obstacles.of_model(model) is None
     assert difference(model) < 1e-5
 
 
@@ -114,26 +114,29 @@ LONG = {
 def test_rotary_embeddings_that_know_the_width_are_left(kind: str, changes: dict[str, Any], reason: str) -> None:
     model = made(kind, max_position_embeddings=25, **changes)
     assert difference(model) > 1e-3
-    assert reason in obstacles.of_model(model, model)
+    assert reason in obstacles.of_model(model)
 
 
 @pytest.mark.parametrize(("kind", "field"), [("llama", "attn_temperature_tuning"), ("mistral", "llama_4_scaling_beta")])
 def test_attention_that_is_scaled_by_the_position_is_left(kind: str, field: str) -> None:
     model = made(kind)
     setattr(model.config, field, 0.1)
-    assert f"{field} scales attention by the position" in obstacles.of_model(model, model)
+    assert f"{field} scales attention by the position" in obstacles.of_model(model)
 
 
 def test_a_compiled_model_is_left() -> None:
     model = made("llama")
+    assert obstacles.of_settings(model, model, model) is None
+    whole = torch.compile(model, backend="eager")
+    assert "is compiled" in obstacles.of_settings(whole, model, model)
     model.model.layers[0].compile()
-    assert "is compiled" in obstacles.of_model(model, model)
+    assert "is compiled" in obstacles.of_settings(model, model, model)
 
 
 def test_prompt_learning_is_left() -> None:
     peft = pytest.importorskip("peft")
     base = made("llama")
     tuned = peft.get_peft_model(base, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
-    assert "prompt learning" in obstacles.of_model(tuned, base)
+    assert "prompt learning" in obstacles.of_settings(tuned, tuned, base)
     adapted = peft.get_peft_model(made("llama"), peft.LoraConfig(target_modules=["q_proj"]))
-    assert obstacles.of_model(adapted, adapted.get_base_model()) is None
+    assert obstacles.of_settings(adapted, adapted, adapted.get_base_model()) is None

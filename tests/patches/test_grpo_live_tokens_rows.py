@@ -154,7 +154,10 @@ def test_the_two_rows_of_the_check_are_padded_whatever_the_batch_is() -> None:
     assert mask[0].all()
     assert mask[1].nonzero().flatten().tolist() == list(range(4, 14))
     assert rows.read_layout(mask, width) is not None
-    tokens, mask, width = model_check.two_rows(ids, torch.ones_like(ids), 19)  # prompts of one column
-    assert (tokens.shape, width, mask[:, :2].tolist()) == ((2, 21), 19, [[1, 1], [0, 1]])
+    for width, prompt, found in ((19, 2, 19), (20, 2, 20), (0, 20, 1)):  # ranks have the check in common
+        tokens, mask, completion = model_check.two_rows(ids, torch.ones_like(ids), width)
+        assert (tuple(tokens.shape), completion) == ((2, prompt + found), found)
+        assert rows.read_layout(mask, completion) is not None
+        assert not mask[1].all()
     long = torch.ones(2, 3000, dtype=torch.long)
     assert model_check.two_rows(long, long, 2000)[0].shape == (2, 2 * model_check.LONGEST)

@@ -33,7 +33,8 @@ _verdicts: WeakKeyDictionary[Any, str | None] = WeakKeyDictionary()
 
 
 class Call(NamedTuple):
-    """A call of a method that runs the model on a batch. others: its arguments by name beside the five."""
+    """A call of a method that runs the model on a batch. others: its arguments by name beside the five. apart: whether
+    the method calls the model's backbone, not the model."""
 
     trainer: Any
     model: Any
@@ -42,6 +43,7 @@ class Call(NamedTuple):
     width: int
     batch_size: int | None
     others: Mapping[str, Any]
+    apart: bool
 
     @property
     def size(self) -> int:
@@ -51,25 +53,25 @@ class Call(NamedTuple):
 _NAMES = ("input_ids", "attention_mask", "logits_to_keep", "batch_size")
 
 
-def _read(trainer: Any, model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call | None:
+def _read(trainer: Any, model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], apart: bool) -> Call | None:
     """The call; None where it gives arguments in another way than every known release does."""
     given = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
     if len(args) > len(_NAMES) or any(given.get(name) is None for name in _NAMES[:3]):
         return None
     others = {name: value for name, value in given.items() if name not in _NAMES}
     ids, mask, width = given["input_ids"], given["attention_mask"], given["logits_to_keep"]
-    return Call(trainer, model, ids, mask, width, given.get("batch_size"), others)
+    return Call(trainer, model, ids, mask, width, given.get("batch_size"), others, apart)
 
 
 def log_probabilities(proceed: Proceed, trainer: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     """Handler of the method that gives log-probabilities `[B, T]`, alone or with entropies and an auxiliary loss."""
-    call = _read(trainer, model, args, kwargs)
+    # TRL 1.14 takes backbone and head apart for its fused loss; every other release calls the model.
+    apart = hasattr(trainer, "_chunked_logps") and trainer.use_liger_kernel
+    call = _read(trainer, model, args, kwargs, apart)
     if call is None:
         ledger.fallback(ID, f"{proceed.target.name} was called with arguments that are not known here")
         return proceed(trainer, model, *args, **kwargs)
-    # TRL 1.14 takes backbone and head apart for its fused loss; every other release calls the model.
-    apart = hasattr(trainer, "_chunked_logps") and trainer.use_liger_kernel
-    served = _serve(proceed, call, _backbones(trainer, model) if apart else [model])
+    served = _serve(proceed, call)
     return proceed(trainer, model, *args, **kwargs) if served is None else served
 
 
@@ -77,12 +79,12 @@ def hidden_states(proceed: Proceed, trainer: Any, model: Any, *args: Any, **kwar
     """Handler of `_get_last_hidden_state`, which gives `[B, T, H]` for Liger's loss. What comes after the fourth
     argument is of images."""
     images = {f"argument {place}": value for place, value in enumerate(args[3:], start=5)}
-    call = _read(trainer, model, args[:3], {**kwargs, **images})
+    call = _read(trainer, model, args[:3], {**kwargs, **images}, apart=True)
     if call is None:
         ledger.fallback(ID, f"{proceed.target.name} was called with arguments that are not known here")
         return proceed(trainer, model, *args, **kwargs)
     call = call._replace(others={name: value for name, value in call.others.items() if value is not None})
-    served = _serve(proceed, call, _backbones(trainer, model))
+    served = _serve(proceed, call)
     return proceed(trainer, model, *args, **kwargs) if served is None else served
 
 
@@ -91,12 +93,6 @@ def compute_loss(proceed: Proceed, trainer: Any, model: Any, inputs: Any, *args:
     if not (_moves() or _drops()) or "completion_mask" not in inputs:
         return proceed(trainer, model, inputs, *args, **kwargs)
     batch = zero_advantage.read(inputs, _drops() and model.training and _may_drop(proceed, trainer), ID)
-    if batch.rows is not None:
-        ledger.replaced(
-            ID,
-            f"sequences of advantage 0 stay out of the model ({ZERO_ADVANTAGE}=drop); `entropy` is the mean over the "
-            "sequences that enter",
-        )
     if hasattr(trainer, "compute_liger_loss") and obstacles.uses_liger(trainer):
         inputs = zero_advantage.finite_for_liger(inputs, batch)
     token = zero_advantage.current.set(batch)
@@ -203,25 +199,35 @@ def _backbones(trainer: Any, model: Any) -> list[Any]:
     return [module for place, module in enumerate(found) if module is not None and module not in found[:place]]
 
 
-def _serve(proceed: Proceed, call: Call, maskless: Sequence[Any]) -> Any:
-    """What the method gives, with fewer tokens in the model; None where upstream is to do all of it. maskless: the
-    modules that get the mask."""
+def _get_mask(call: Call) -> Sequence[Any]:
+    """The modules that the method gives the mask."""
+    return _backbones(call.trainer, call.model) if call.apart else [call.model]
+
+
+def _serve(proceed: Proceed, call: Call) -> Any:
+    """What the method gives, with fewer tokens in the model; None where upstream is to do all of it."""
     import torch
 
     ledger.count_call(ID)
     batch = _micro_batch(call)
     live = None if batch is None else batch.rows
-    layout = _layout(proceed, call, maskless) if _moves() else None
+    layout = _layout(proceed, call) if _moves() else None
     if layout is None and live is None:
         return None
     parts = [_part(call, layout, chosen) for chosen in _chunks(call, layout, live)]
     results = []
     for part in parts:
-        with nullcontext() if layout is None else without_mask(maskless):
+        with nullcontext() if layout is None else without_mask(_get_mask(call)):
             results.append(_ask(proceed, call, part.input_ids, part.attention_mask, part.logits_to_keep))
     if layout is not None:
         ledger.replaced(
             ID, f"{type(_base(call.trainer, call.model)).__name__}: rows moved to the left, attention_mask -> None"
+        )
+    if live is not None:
+        ledger.replaced(
+            ID,
+            f"sequences of advantage 0 stay out of the model ({ZERO_ADVANTAGE}=drop); `entropy` is the mean over the "
+            "sequences that enter",
         )
     try:
         return _returned(results, parts, call, batch)
@@ -240,14 +246,14 @@ def _micro_batch(call: Call) -> MicroBatch | None:
     return batch if batch is not None and batch.shape == (call.size, call.width) else None
 
 
-def _layout(proceed: Proceed, call: Call, maskless: Sequence[Any]) -> Layout | None:
+def _layout(proceed: Proceed, call: Call) -> Layout | None:
     """Where the tokens of each row are; None, with the reason in the record, where they are left there."""
-    base = _base(call.trainer, call.model)
-    reason = obstacles.of_call(call.others) or obstacles.of_trainer(call.trainer) or obstacles.of_attention(base)
-    if reason is None:
-        if base not in _verdicts:
-            _verdicts[base] = _verdict(proceed, call, base, maskless)
-        reason = _verdicts[base]
+    trainer, policy = call.trainer, call.trainer.model
+    reason = obstacles.of_call(call.others) or obstacles.of_trainer(trainer) or _of_model(proceed, call)
+    if reason is None and _base(trainer, call.model) is not _base(trainer, policy):
+        # A padding column of the reference alone would have log-probability 0, and exp(0 - the policy's) may be
+        # infinite: under the mask that is NaN.
+        reason = _of_model(proceed, call._replace(model=policy))
     layout = None
     if reason is None:
         layout = rows.read_layout(call.attention_mask, call.width)
@@ -258,8 +264,21 @@ def _layout(proceed: Proceed, call: Call, maskless: Sequence[Any]) -> Layout | N
     return layout
 
 
-def _verdict(proceed: Proceed, call: Call, base: Any, maskless: Sequence[Any]) -> str | None:
-    reason = obstacles.of_model(_unwrapped(call.trainer, call.model), base)
+def _of_model(proceed: Proceed, call: Call) -> str | None:
+    """Why the rows for a model are not moved, by what it is set to now, and by what it is."""
+    base = _base(call.trainer, call.model)
+    reason = obstacles.of_settings(call.model, _unwrapped(call.trainer, call.model), base)
+    if reason is None:
+        if base not in _verdicts:
+            _verdicts[base] = _verdict(proceed, call, base)
+        reason = _verdicts[base]
+    return reason
+
+
+def _verdict(proceed: Proceed, call: Call, base: Any) -> str | None:
+    import torch
+
+    reason = obstacles.of_model(base)
     if reason is not None:
         return reason
     name = type(base).__name__
@@ -269,17 +288,24 @@ def _verdict(proceed: Proceed, call: Call, base: Any, maskless: Sequence[Any]) -
             ID, f"{name}: moved rows were not compared with padded ones ({unchecked}); its type is a tested one"
         )
         return None
+    if isinstance(call.model, torch.nn.parallel.DistributedDataParallel):
+        call = call._replace(model=call.model.module)  # the wrapper talks to the other ranks, which may not check
 
     def upstreams(*batch: Any) -> torch.Tensor:
         return _first(_ask(proceed, call, *batch))
 
     def moved(*batch: Any) -> torch.Tensor:
-        with without_mask(maskless):
+        with without_mask(_get_mask(call)):
             return upstreams(*batch)
 
-    precision = getattr(call.trainer.accelerator, "mixed_precision", None)
     two = model_check.two_rows(call.input_ids, call.attention_mask, call.width)
-    compared = model_check.compare(upstreams, moved, *two, model_check.rounding_of(base, precision))
+    precision = getattr(call.trainer.accelerator, "mixed_precision", None)
+    try:
+        compared = model_check.compare(upstreams, moved, *two, model_check.rounding_of(base, precision))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        return f"the comparison of moved rows with padded ones failed for {name} ({error!r}); please report it"
     if compared.is_equal:
         ledger.replaced(ID, f"{name}: moved rows were compared with padded ones: {compared}")
         return None

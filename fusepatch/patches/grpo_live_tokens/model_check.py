@@ -60,15 +60,14 @@ def why_not_checked(base: Any) -> str | None:
 def two_rows(
     input_ids: torch.Tensor, attention_mask: torch.Tensor, width: int
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Tokens `[2, P + T]` and a mask for them, with T. There are two rows whatever the batch is: ranks whose batches
-    differ must run the model equally often."""
+    """Tokens `[2, P + T]` and a mask for them, with T. P is 2 at least, which leaves room for padding: where the batch
+    has fewer columns, its first or last one comes more than once, so that every rank has rows to compare."""
     import torch
 
     border = input_ids.shape[1] - width
-    if border < 2:  # a prompt of one column would leave no room for padding
-        input_ids, border = torch.cat([input_ids[:, :1], input_ids], dim=1), border + 1
-    prompt, completion = min(border, LONGEST), min(width, LONGEST)
-    tokens = input_ids[[0, min(1, input_ids.shape[0] - 1)], border - prompt : border + completion]
+    prompt, completion = max(min(border, LONGEST), 2), max(min(width, LONGEST), 1)
+    columns = torch.arange(border - prompt, border + completion, device=input_ids.device)
+    tokens = input_ids[[0, min(1, input_ids.shape[0] - 1)]][:, columns.clamp(0, input_ids.shape[1] - 1)]
     mask = torch.ones_like(tokens, dtype=attention_mask.dtype)
     mask[1, : prompt - prompt // 2] = 0
     mask[1, prompt + (completion + 1) // 2 :] = 0
@@ -111,6 +110,14 @@ def rounding_of(base: Any, mixed_precision: str | None) -> float:
     dtypes = {param.dtype for param in base.parameters() if param.is_floating_point() and param.element_size() > 1}
     dtypes |= {dtype for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)) if name == mixed_precision}
     epsilons = [torch.finfo(dtype).eps for dtype in dtypes]
-    if torch.backends.cuda.matmul.allow_tf32 and any(param.is_cuda for param in base.parameters()):
+    if _computes_in_tf32() and any(param.is_cuda for param in base.parameters()):
         epsilons.append(2**-10)
     return max(epsilons, default=2**-7)
+
+
+def _computes_in_tf32() -> bool:
+    import torch
+
+    matmul: Any = torch.backends.cuda.matmul
+    # torch 2.9 and later refuse to read allow_tf32 where TF32 was switched on by the new name.
+    return bool(matmul.fp32_precision == "tf32") if hasattr(matmul, "fp32_precision") else bool(matmul.allow_tf32)

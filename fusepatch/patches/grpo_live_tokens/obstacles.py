@@ -101,6 +101,8 @@ def of_trainer(trainer: Any) -> str | None:
         return f"pad_to_multiple_of={trainer.pad_to_multiple_of} asks for fixed widths"
     if getattr(trainer.args, "torch_compile", False):
         return "torch_compile=True: each width would be compiled"
+    if _is_compiled(trainer.model_wrapped):
+        return "the model is compiled: each width would be compiled"
     if getattr(trainer, "loss_type", None) == "luspo" and not _masks_luspo(trainer):
         return "loss_type=luspo averages over padding columns too in this release, or in Liger's loss"
     return None
@@ -114,15 +116,30 @@ def _masks_luspo(trainer: Any) -> bool:
     return versions.is_within(_version(), ">=1.10") is True and not uses_liger(trainer)
 
 
-def of_attention(base: Any) -> str | None:
-    """Why the rows stay where they are, by the kernel that the model is set to now."""
+def of_settings(model: Any, unwrapped: Any, base: Any) -> str | None:
+    """Why the rows stay where they are, by what a model is set to now. unwrapped: perhaps PEFT's; base: transformers'
+    own."""
     kind = getattr(base.config.get_text_config(), "_attn_implementation", None)
-    return None if kind is None or kind in ATTENTION else f"the attention implementation {kind} is not known here"
+    if kind is not None and kind not in ATTENTION:
+        return f"the attention implementation {kind} is not known here"
+    name = type(base).__name__
+    if any(config.is_prompt_learning for config in getattr(unwrapped, "peft_config", {}).values()):
+        return f"{name}: PEFT's prompt learning puts tokens before each row and needs the mask"
+    if _is_compiled(model):
+        return f"{name} is compiled: each width would be compiled"
+    return None
 
 
-def of_model(model: Any, base: Any) -> str | None:
-    """Why the rows for a model stay where they are, by what it is. model: unwrapped, perhaps PEFT's; base:
-    transformers' own."""
+def _is_compiled(model: Any) -> bool:
+    """Whether torch.compile was called on a module, or with it: either leaves a mark."""
+    return any(
+        getattr(module, "_compiled_call_impl", None) is not None or "_orig_mod" in module._modules
+        for module in model.modules()
+    )
+
+
+def of_model(base: Any) -> str | None:
+    """Why the rows for a model stay where they are, by what it is. base: transformers' own, below all wrappers."""
     name = type(base).__name__
     # FSDP2 makes a class of its own above the model's.
     own = next(kind for kind in type(base).__mro__ if not kind.__module__.startswith("torch.distributed."))
@@ -141,10 +158,6 @@ def of_model(model: Any, base: Any) -> str | None:
     for field in ("attn_temperature_tuning", "llama_4_scaling_beta"):
         if _has(fields, field):
             return f"{name}: {field} scales attention by the position"
-    if any(config.is_prompt_learning for config in getattr(model, "peft_config", {}).values()):
-        return f"{name}: PEFT's prompt learning puts tokens before each row and needs the mask"
-    if any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules()):
-        return f"{name} is compiled: each width would be compiled"
     return None
 
 
@@ -193,10 +206,20 @@ def of_regrouping(trainer: Any, module: str, class_name: str) -> str | None:
     return None
 
 
+_LOSS_METHODS = (
+    "compute_loss",
+    "_compute_loss",
+    "compute_liger_loss",
+    "_get_per_token_logps",
+    "_get_per_token_logps_and_entropies",
+    "_get_last_hidden_state",
+)
+
+
 def of_own_loss(trainer: Any, module: str, class_name: str) -> str | None:
     """Why the loss is not known: a class derived from the trainer, or another patch, has its own."""
     defining = vars(sys.modules[module])[class_name]
-    for name in ("compute_loss", "_compute_loss", "compute_liger_loss"):
+    for name in _LOSS_METHODS:
         function = getattr(defining, name, None)
         if function is None:
             continue

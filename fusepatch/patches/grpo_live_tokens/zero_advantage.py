@@ -50,15 +50,18 @@ def read(inputs: Mapping[str, Any], drop: bool, patch: str) -> MicroBatch:
     """The micro-batch of `compute_loss`'s inputs. Waits for the device once where sequences are to be dropped."""
     mask = inputs["completion_mask"]
     loss_mask = mask if inputs.get("tool_mask") is None else mask * inputs["tool_mask"]
-    rows = _live(inputs, patch) if drop else None
+    rows = _live(inputs, loss_mask, patch) if drop else None
     return MicroBatch(tuple(mask.shape), rows, _fill(inputs, rows), loss_mask)
 
 
-def _live(inputs: Mapping[str, Any], patch: str) -> tuple[int, ...] | None:
+def _live(inputs: Mapping[str, Any], loss_mask: torch.Tensor, patch: str) -> tuple[int, ...] | None:
+    import torch
+
     advantages = inputs["advantages"]
     length = inputs["prompt_mask"].sum(1) + inputs["completion_mask"].sum(1)
     largest = advantages.detach().abs().reshape(advantages.shape[0], -1).amax(1)
-    sizes, lengths = largest.tolist(), length.tolist()
+    found = torch.stack([largest.double(), length.double(), loss_mask.sum(1).double()])
+    sizes, lengths, tokens = found.tolist()
     for size in sizes:
         if 0 < size < NEARLY_ZERO:
             ledger.fallback(
@@ -69,8 +72,12 @@ def _live(inputs: Mapping[str, Any], patch: str) -> tuple[int, ...] | None:
     rows = tuple(row for row, size in enumerate(sizes) if size != 0)
     if len(rows) == len(sizes):
         return None
-    # Every rank and micro-batch runs the model once, so that no collective waits for one that does not.
-    return rows or (min(range(len(lengths)), key=lengths.__getitem__),)
+    if not any(tokens[row] for row in rows):
+        # Every rank and micro-batch runs the model once, so that no collective waits for one that does not; the row
+        # that runs has tokens in the loss where there is such a row, so that there is an entropy to log.
+        shortest = min(range(len(lengths)), key=lambda row: (not tokens[row], lengths[row]))
+        rows = tuple(sorted({*rows, shortest}))
+    return rows
 
 
 def _fill(inputs: Mapping[str, Any], rows: tuple[int, ...] | None) -> torch.Tensor | None:
