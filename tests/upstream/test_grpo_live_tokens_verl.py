@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
-import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ import fusepatch  # noqa: E402
 from doors import tiny  # noqa: E402
 from kits.optimizer_flags import active, inactive  # noqa: E402
 from kits.ranks import on_ranks  # noqa: E402
+from kits.verl_engine import engine  # noqa: E402
 
 pytestmark = pytest.mark.upstream
 
@@ -30,14 +30,6 @@ ID = "grpo.live_tokens"
 PROMPT, RESPONSE = 4, 8
 TOLERANCE = 1e-5 if VERL >= (0, 8) else 1e-3
 """Of gradient norms and losses, relative: 0.7.1 computes in bfloat16 whatever the configuration says."""
-FLOAT32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
-
-if VERL >= (0, 9):  # this verl takes its device from a registry, where the doors register a CPU
-    os.environ.update({"VERL_USE_EXTERNAL_MODULES": "doors.cpu_platform", "VERL_PLATFORM": "cpu"})
-try:
-    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
-except ImportError as error:
-    pytest.skip(f"verl's FSDP engine cannot be imported here ({error})", allow_module_level=True)
 
 
 @pytest.fixture(scope="module")
@@ -45,28 +37,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     tiny.save_tiny_model("llama", folder)
     return folder
-
-
-def engine(folder: Path) -> Any:
-    from verl.trainer.config import CheckpointConfig
-    from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
-
-    built = FSDPEngineWithLMHead(
-        model_config=HFModelConfig(
-            path=str(folder), use_remove_padding=False, override_config={"attn_implementation": "eager"}
-        ),
-        engine_config=FSDPEngineConfig(
-            strategy="fsdp2",
-            use_torch_compile=False,
-            model_dtype="fp32",
-            mixed_precision=FLOAT32,
-            wrap_policy={"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
-        ),
-        optimizer_config=FSDPOptimizerConfig(lr=1e-2, clip_grad=1.0, total_training_steps=10),
-        checkpoint_config=CheckpointConfig(),
-    )
-    built.initialize()
-    return built
 
 
 def batch(advantages: list[float], ranks: int, rank: int, **settings: Any) -> Any:

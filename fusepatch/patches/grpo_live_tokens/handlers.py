@@ -6,6 +6,7 @@ without gradients before it, and look there for what they may leave out. `_prepa
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
@@ -233,10 +234,11 @@ def _serve(proceed: Proceed, call: Call) -> Any:
         return _returned(results, parts, call, batch)
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:
+    except Exception:
         ledger.fallback(
             ID,
-            f"what the model gave could not be put back ({error!r}), and was made again by upstream; please report it",
+            "what the model gave could not be put back, and was made again by upstream; please report it: "
+            f"{traceback.format_exc(limit=-3)}",
         )
         return None
 
@@ -304,8 +306,9 @@ def _verdict(proceed: Proceed, call: Call, base: Any) -> str | None:
         compared = model_check.compare(upstreams, moved, *two, model_check.rounding_of(base, precision))
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:
-        return f"the comparison of moved rows with padded ones failed for {name} ({error!r}); please report it"
+    except Exception:
+        trace = traceback.format_exc(limit=-3)
+        return f"the comparison of moved rows with padded ones failed for {name}; please report it: {trace}"
     if compared.is_equal:
         ledger.replaced(ID, f"{name}: moved rows were compared with padded ones: {compared}")
         return None
